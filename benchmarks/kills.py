@@ -297,7 +297,7 @@ def kill(
     torch.set_num_threads(1)  # a fork has no other threads
     for name in IMPORTED:
         importlib.import_module(name)
-    kernels.available()
+    kernels.load()
     home = Path(tempfile.mkdtemp(prefix="kills-"))
     rows = list[Killed]()
     writer = multiprocessing.get_context("fork").Process(target=write_inputs, args=[home])

@@ -32,12 +32,17 @@ if not os.environ.get("TEST_COMPILED"):
 torch.set_num_threads(1)
 
 
+def pytest_configure():
+    """Kernels are compiled once, and not in half a minute of every run."""
+    from slipstream.kernels import ops
+
+    ops.load()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
     from slipstream.files import cache_home
-    from slipstream.kernels import ops as kernels
 
-    kernels.available()  # compiled once, and not in half a minute of every run
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("cache")

@@ -419,7 +419,7 @@ def check_results(world: World, call: Call, shown: str) -> None:
 def replay(only: str, seed: int, within: float, show: Callable[[str], None]) -> tuple[int, list[str]]:
     """Calls whose words hold `only`, in an order of chance, until the seconds are over: how many there were,
     and what went wrong."""
-    kernels.available()  # not compiled in the calls' own cache
+    kernels.load()  # not compiled in the calls' own cache
     wrong, count, end = [], 0, time.perf_counter() + within
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{home}/cache"):
         logging.set_verbosity_error()

@@ -56,7 +56,7 @@ def test_seeds_of_numpy_and_no_progress(target):
 
 
 def test_a_target_is_copied_but_not_pickled(target):
-    assert copy.copy(target).twin is target.twin
+    assert copy.copy(target).shadow_model is target.shadow_model
     with pytest.raises(ValueError, match="cannot be pickled: load it in each process"):
         pickle.dumps(target)
 

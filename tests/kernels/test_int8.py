@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import PRECISIONS, build, ops as kernels
+from slipstream.kernels import PRECISIONS, build, ops
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 each_dtype = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 SIZES = [(1, 1), (7, 3), (64, 32), (65, 33), (100, 9), (576, 130)]  # K, N
 
@@ -31,7 +31,7 @@ def proof(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
 def weight_of(generator: torch.Generator, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
     """In tiles, its scales, and as it is."""
     whole = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
-    return kernels.int8_tiles(whole), torch.rand(N, generator=generator) + 0.1, whole
+    return ops.int8_tiles(whole), torch.rand(N, generator=generator) + 0.1, whole
 
 
 @each_dtype
@@ -40,12 +40,12 @@ def test_rows_are_multiplied_as_they_are_by_panels(K, N, dtype):
     """A row that is rounded, zeros behind that count, a row whose bits its neighbours change."""
     generator = torch.Generator().manual_seed(K + N)
     x, weight = (torch.randn(n, K, generator=generator) for n in (33, N))
-    whole, scales = kernels.whole_numbers(weight)
-    got = kernels.tiled_linear(x.to(dtype), kernels.panels(whole), scales)
+    whole, scales = ops.whole_numbers(weight)
+    got = ops.tiled_linear(x.to(dtype), ops.panels(whole), scales)
     want = x.to(dtype).double() @ (whole * scales[:, None]).double().T
     torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=K * 1e-6)
     for rows in (1, 2, 5, 16):
-        part = kernels.tiled_linear(x[-rows:].to(dtype), kernels.panels(whole), scales)
+        part = ops.tiled_linear(x[-rows:].to(dtype), ops.panels(whole), scales)
         assert torch.equal(part, got[-rows:])
 
 
@@ -59,16 +59,16 @@ def test_products_have_the_bits_of_their_proof(K, N, dtype):
     tiles, scales, whole = weight_of(generator, N, K)
     which = torch.arange(N).flip(0).view(-1, 1)
     rows = (whole[which].float() * scales[which][..., None]).to(dtype)
-    assert torch.equal(kernels.int8_rows(tiles, scales, which, K, dtype), rows)
+    assert torch.equal(ops.int8_rows(tiles, scales, which, K, dtype), rows)
     want = proof(x, whole, scales).to(dtype)
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for rows in (1, 2, 7, 8, 16, 17, 32, 33, 64, 133):
-                assert torch.equal(kernels.tiled_linear(x[-rows:], tiles, scales), want[-rows:])
+                assert torch.equal(ops.tiled_linear(x[-rows:], tiles, scales), want[-rows:])
     finally:
         torch.set_num_threads(1)
-    assert kernels.tiled_linear(x[:0], tiles, scales).shape == (0, N)
+    assert ops.tiled_linear(x[:0], tiles, scales).shape == (0, N)
 
 
 @each_dtype
@@ -76,7 +76,7 @@ def test_the_largest_sums_do_not_overflow(dtype):
     """16-bit sums that saturate: all numbers as large as they can be, and of one sign."""
     x, whole = torch.ones(3, 4096, dtype=dtype), torch.full((40, 4096), 127, dtype=torch.int8)
     whole[1::2] = -127
-    got = kernels.tiled_linear(x, kernels.int8_tiles(whole), torch.ones(40))
+    got = ops.tiled_linear(x, ops.int8_tiles(whole), torch.ones(40))
     assert torch.equal(got, proof(x, whole, torch.ones(40)).to(dtype))
 
 
@@ -86,10 +86,10 @@ def test_numbers_that_are_not_finite_come_through(number):
     tiles, scales, _ = weight_of(torch.Generator().manual_seed(0), 40, 70)
     x = torch.ones(3, 70)
     x[1, 5] = number
-    got = kernels.tiled_linear(x, tiles, scales)
+    got = ops.tiled_linear(x, tiles, scales)
     assert not got[1].isfinite().any()
     assert got[[0, 2]].isfinite().all()
-    assert torch.equal(kernels.tiled_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
+    assert torch.equal(ops.tiled_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
 
 
 def proof_as_it_is(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def proof_as_it_is(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 def weight_as_it_is(dtype: torch.dtype, generator: torch.Generator, N: int, K: int) -> tuple[Tensor, ...]:
     """As `weight_of`."""
     weight = torch.randn(N, K, generator=generator).to(dtype)
-    return kernels.tiles(weight), torch.rand(N, generator=generator) + 0.1, weight
+    return ops.tiles(weight), torch.rand(N, generator=generator) + 0.1, weight
 
 
 KINDS = [(dtype, weight_of, proof) for dtype in PRECISIONS]
@@ -113,10 +113,10 @@ def test_products_of_all_kinds_have_their_proof(rows, dtype, weight_of, proof):
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 70, generator=generator).to(dtype)
     tiles, scales, weight = weight_of(generator, 100, 70)
-    got, want = kernels.tiled_linear(x, tiles, scales), proof(x, weight, scales)
+    got, want = ops.tiled_linear(x, tiles, scales), proof(x, weight, scales)
     assert got.dtype == dtype
     assert (got.float() - want).pow(2).mean().sqrt() < 0.02 * want.std()  # one number may round otherwise
-    alone = [kernels.tiled_linear(x[i : i + 1], tiles, scales) for i in range(rows)]
+    alone = [ops.tiled_linear(x[i : i + 1], tiles, scales) for i in range(rows)]
     assert torch.equal(torch.cat(alone), got)
 
 
@@ -142,12 +142,12 @@ OTHERS = {
 }
 PROOF = """
 import sys, torch
-from slipstream.kernels import build, ops as kernels
+from slipstream.kernels import build, ops
 build.HAS_AMX = False
-build.processor = kernels.processor = lambda: sys.argv[1]
+build.processor = ops.processor = lambda: sys.argv[1]
 sys.path.insert(0, sys.argv[2])
 import pytest
-assert kernels.available(), "not compiled"
+assert ops.load(), "not compiled"
 chosen = ["-k", "proof or overflow or tiled_products"]
 sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", *sys.argv[3:]]))
 """

@@ -15,18 +15,18 @@ from torch import Tensor
 
 import tiny
 from slipstream.core.tree import chain
-from slipstream.kernels import PRECISIONS, build, ops as kernels
+from slipstream.kernels import PRECISIONS, build, ops
 from slipstream.kernels.ops import attention, linear
 from slipstream.kernels.weight_packing import packed_linear, packed_weight
 from slipstream.targets import HFTarget
 
-compiled = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+compiled = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 each_dtype = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 
 
 def in_tiles(dtype: torch.dtype, *widths: int) -> bool:
     """Whether attention takes AMX tiles."""
-    return build.HAS_AMX and kernels.has_pairs(dtype) and all(width % 32 == 0 for width in widths)
+    return build.HAS_AMX and ops.has_pairs(dtype) and all(width % 32 == 0 for width in widths)
 
 
 def numbers(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -187,7 +187,7 @@ def slots_of(keys: Tensor) -> list[int]:
 def attention_proof(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    """`kernels.attention`, row by row."""
+    """`ops.attention`, row by row."""
     (B, heads, R, _), group = q.shape, q.shape[1] // k.shape[1]
     out = torch.empty(B, R, heads, v.shape[3])
     sinks = None if sinks is None else sinks.float()
@@ -199,7 +199,7 @@ def attention_proof(
                 continue
             slots = slots_of(keys[b % len(keys), 0, r])
             key, value = (x[b][:, slots].float().repeat_interleave(group, 0) for x in (k, v))
-            words = kernels.has_pairs(q.dtype)
+            words = ops.has_pairs(q.dtype)
             scores = (by_words if words else dot)(q[b, :, r, None], key)
             made, total = weights(scores, scale, cap, sinks)
             sums = torch.zeros(heads, v.shape[3])
@@ -415,9 +415,10 @@ def test_packed_products_have_the_bits_of_their_proof(K, N, biased, dtype):
     x, weight = (numbers(generator, dtype, n, K) for n in (700, N))
     bias = numbers(generator, dtype, N) if biased else None
     packed = packed_weight(weight)
-    assert packed.shape == kernels.tiles_shape((N, K), dtype)
+    tiled = (-(-K // 32), 2, 16, 32) if ops.has_pairs(dtype) else (-(-K // 16) * 16, 32)
+    assert packed.shape == (-(-N // 32), *tiled)
     few = in_order(x[:9, None], weight)
-    if kernels.has_pairs(dtype):
+    if ops.has_pairs(dtype):
         exact = x[:9, None].float() * weight.float()
         few = by_tiles(exact) if build.HAS_AMX else by_words(x[:9, None], weight)
     few = (few if bias is None else few + bias.float()).to(dtype)
@@ -477,8 +478,8 @@ def test_without_a_compiler_targets_go_on(compiler, tmp_path, monkeypatch, capsy
         script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert not kernels.available.__wrapped__()
-    assert not kernels.available.__wrapped__()
+    assert not ops._load_library.__wrapped__()
+    assert not ops._load_library.__wrapped__()
     told = capsys.readouterr().err.splitlines()
     assert sum("install a C++ compiler, or name it in CXX" in line for line in told) == 1
     assert len(told) == {"missing": 1, "another one's": 2}.get(
@@ -486,7 +487,7 @@ def test_without_a_compiler_targets_go_on(compiler, tmp_path, monkeypatch, capsy
     )  # with "compiling kernels" of each
     left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert compiler == "another one's" or left == []
-    monkeypatch.setattr(kernels, "available", kernels.available.__wrapped__)
+    monkeypatch.setattr(ops, "available", lambda: False)
     model = deepcopy(tiny.reference("qwen2")).float()
     target, text = HFTarget(model), torch.tensor(tiny.prompts(11))
     assert target.exactness == "audited"
@@ -528,11 +529,21 @@ def test_processes_that_start_at_once_build_once(copying):
     library = build.library()
     library.write_bytes(library.read_bytes()[:70_000])  # loading it is SIGBUS
     (library.parent / f".{library.stem[:-17]}-0123").write_text("half")
-    code = "from slipstream.kernels import ops as kernels; print(kernels.available())"
+    code = "from slipstream.kernels import ops; print(ops.load())"
     ran = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
     assert [each.communicate()[0] for each in ran] == [b"True\n"] * 3
     assert copying.read_text() == "\n\n"
     assert [*library.parent.iterdir()] == [library]
+
+
+@compiled
+def test_to_ask_for_kernels_compiles_none(copying):
+    """Half a minute for an import, or for --help."""
+    asked = "ops.available(), ops.has_tiles(torch.float32), ops.has_kernels(ops.CPU, torch.float32)"
+    code = f"import torch; from slipstream.kernels import ops; print({asked})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "False False False\n"
+    assert not copying.exists()
 
 
 @compiled
@@ -562,6 +573,6 @@ def test_bf16_is_widened_as_torch_does_it():
     """Every number, of rows that do not lie side by side, too."""
     x = torch.randn(5, 40_003, generator=torch.Generator().manual_seed(0)).bfloat16()
     for each in (x, x[:, ::3], x[:0]):
-        assert torch.equal(kernels.widened(each), each.float())
+        assert torch.equal(ops.widened(each), each.float())
     with pytest.raises(RuntimeError):
-        kernels.widened(x.float())
+        ops.widened(x.float())

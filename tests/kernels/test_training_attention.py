@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels import training_attention as learning
+from slipstream.kernels import training_attention
 from slipstream.kernels.training_attention import ROWS, attention
 
 
@@ -34,7 +34,7 @@ def gradients(out: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("products", [True, False])
 def test_rows_apart_are_all_rows_together(monkeypatch, products: bool):
     """By torch's own in float64, and by products in bf16. A key that some row sees was left out."""
-    monkeypatch.setattr(learning, "HAS_BF16", products)
+    monkeypatch.setattr(training_attention, "HAS_BF16", products)
     dtype = torch.bfloat16 if products else torch.float64
     inputs, seen = drawn(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -47,7 +47,7 @@ def test_rows_apart_are_all_rows_together(monkeypatch, products: bool):
 
 def test_autocast_decides_the_precision(monkeypatch):
     """Its softmax is float32, three times the memory and a third of the speed."""
-    monkeypatch.setattr(learning, "HAS_BF16", True)
+    monkeypatch.setattr(training_attention, "HAS_BF16", True)
     inputs, seen = drawn(torch.float32)
     low = [x.detach().bfloat16().requires_grad_() for x in inputs]
     with torch.autocast("cpu", torch.bfloat16):

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, MistralConfig
 from triton.runtime import interpreter
 
 import tiny
-from slipstream.kernels import ON_CUDA, ops as kernels, triton as kernels_triton
+from slipstream.kernels import ON_CUDA, ops, triton as kernels_triton
 from slipstream.kernels.triton import attention, linear, linears, mean
 from slipstream.targets import (
     HFTarget,
@@ -66,7 +66,7 @@ def attend(*args: Tensor | float, **how: float | Tensor) -> Tensor:
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    """`kernels.attention` in float64, row by row."""
+    """`ops.attention` in float64, row by row."""
     (B, heads, R, _), group = q.shape, q.shape[1] // k.shape[1]
     out = torch.empty(B, R, heads, v.shape[3], dtype=torch.float64)
     for b in range(B):
@@ -199,7 +199,7 @@ def test_products_with_weights_of_8_bits(K, N, dtype):
     """Scales that are left out or in another's place; rows that round otherwise among others."""
     generator = torch.Generator().manual_seed(K)
     x, full, bias = (numbers(generator, dtype, *shape) for shape in ((70, K), (N, K), (N,)))
-    weight, scales = kernels.whole_numbers(full)
+    weight, scales = ops.whole_numbers(full)
     whole = linear(*on_device(x, weight, bias, scales)).cpu()
     near = F.linear(x.double(), weight.double() * scales.double()[:, None], bias.double())
     torch.testing.assert_close(whole.double(), near, rtol=NEAR[dtype], atol=NEAR[dtype] * K**0.5)
@@ -229,7 +229,7 @@ def test_products_of_one_input_are_those_of_each_weight(dtype, scaled):
     x, *weights = (numbers(generator, dtype, n, 48) for n in (70, 65, 9, 140))
     scales = []
     if scaled:
-        weights, scales = map(list, zip(*map(kernels.whole_numbers, weights), strict=True))
+        weights, scales = map(list, zip(*map(ops.whole_numbers, weights), strict=True))
     x, weights, scales = on_device(x), on_device(*weights), on_device(*scales)
     whole = linears(x[0], weights, scales, True)
     for got, weight, its in zip(whole.split([65, 9, 140], -1), weights, scales or [None] * 3, strict=True):
@@ -324,7 +324,7 @@ def as_on_a_gpu(monkeypatch):
         monkeypatch.setattr(products, "linear", kernels_triton.linear)
         monkeypatch.setattr(ours, "called_directly", lambda *_: True)
         monkeypatch.setattr(products, "packs", lambda *_: False)
-        monkeypatch.setattr(kernels, "has_kernels", lambda device, dtype: dtype in ON_CUDA)
+        monkeypatch.setattr(ops, "has_kernels", lambda device, dtype: dtype in ON_CUDA)
 
 
 WHOLE = {  # vectors, so that no row's activations lie behind one, where some CPUs round otherwise

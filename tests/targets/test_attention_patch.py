@@ -1,4 +1,5 @@
-"""Our attention and products inside a twin: they follow its weights, let gradients through, and step back."""
+"""Our attention and products inside a shadow model: they follow its weights, let gradients through, and step
+back."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,14 +16,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import tiny
 from slipstream.core.tree import Tree, chain
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import HFTarget, attention_patch as ours, hf, linear as products
 from slipstream.targets.attention_patch import Turned, attend
-from slipstream.targets.executor import Undescribed
+from slipstream.targets.decoder import Undescribed
 from slipstream.targets.linear import Linear, Packed
 
 TEXT = torch.tensor(tiny.prompts(11))
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+needs_kernels = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 
 
 def made(family: str, dtype: torch.dtype = torch.float32) -> HFTarget:
@@ -60,7 +61,7 @@ def test_products_follow_changes_in_place(family, kind):
     """A copy of a weight that is older than the weight: of a model that is being trained."""
     target = made(family)
     if kind is Linear:  # which a target takes that is too large for copies
-        for module in target.twin.modules():
+        for module in target.shadow_model.modules():
             module.__class__ = Linear if type(module) is Packed else type(module)
         del target.decoder
     assert products_of(target) == {kind}
@@ -81,7 +82,7 @@ def test_models_that_were_made_in_inference_mode(family):
     """Their weights have no versions, which a copy of a weight asks for."""
     with torch.inference_mode():
         target = HFTarget(tiny.build(tiny.FAMILIES[family]).float())
-    assert all(p.is_inference() for p in target.twin.parameters())
+    assert all(p.is_inference() for p in target.shadow_model.parameters())
     assert target.exactness == "bits"
     assert_close(says(target), theirs(target))
 
@@ -242,7 +243,7 @@ def test_a_packed_product_is_taken_where_its_rows_are_alike(monkeypatch, alike):
     if not alike:
         monkeypatch.setattr(products, "packed_linear", uneven)
     target = HFTarget(deepcopy(tiny.reference("llama")).float())
-    kinds = {type(m) for m in target.twin.modules() if isinstance(m, nn.Linear)}
+    kinds = {type(m) for m in target.shadow_model.modules() if isinstance(m, nn.Linear)}
     assert kinds == {Packed if alike else Linear}
     assert target.exactness == "bits"
 

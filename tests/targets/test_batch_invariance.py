@@ -23,7 +23,7 @@ from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.answer import Answer
 from slipstream.engine.generate import Job
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import HFTarget
 from slipstream.targets.batch_invariance import agrees, own_noise, rounds_alike
 
@@ -34,7 +34,7 @@ SPLIT = torch.tensor(
     [0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9, 10, 11]
 )  # a path of eight nodes: longer than the window
 DTYPES = (torch.float32, torch.bfloat16)
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+needs_kernels = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -148,7 +148,7 @@ def test_layers_that_compute_with_the_mask_keep_their_own_attention(monkeypatch)
     text = torch.tensor(PROMPTS[:1])
     theirs = target.plain(text, use_cache=False).logits
     torch.testing.assert_close(target(chain(text), target.new_cache(1)).logits, theirs, rtol=1e-3, atol=1e-3)
-    monkeypatch.setattr(target.twin, "forward", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(target.shadow_model, "forward", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         agrees(target, target.plain)
 

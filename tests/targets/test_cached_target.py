@@ -13,12 +13,12 @@ import torch
 import tiny
 from slipstream import generate, load_drafter
 from slipstream.core.tree import chain
-from slipstream.kernels import ops as kernels
-from slipstream.targets import HFTarget, load_target, model_cache as kept
-from slipstream.targets.cached_target import TARGET, KeptTarget
+from slipstream.kernels import ops
+from slipstream.targets import HFTarget, load_target, model_cache
+from slipstream.targets.cached_target import TARGET, CachedTarget
 
 pytestmark = [
-    pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler"),
+    pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler"),
     pytest.mark.usefixtures("home"),
 ]
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral")
@@ -47,7 +47,7 @@ def test_a_second_start_says_the_same(tmp_path, family, quantize, dtype):
     """Norms by one more, scaled embeddings, biases, softcaps, tied heads: each may be lost on the way."""
     name = saved(tmp_path / "model", family)
     one, other = (load_target(name, dtype, quantize=quantize) for _ in range(2))
-    assert (type(one), type(other)) == (HFTarget, KeptTarget)
+    assert (type(one), type(other)) == (HFTarget, CachedTarget)
     assert torch.equal(says(one), says(other))
     for field in (
         "fingerprint",
@@ -61,7 +61,7 @@ def test_a_second_start_says_the_same(tmp_path, family, quantize, dtype):
     ):
         assert getattr(one, field) == getattr(other, field), field
     assert repr(one) == repr(other)
-    assert type(other) is KeptTarget
+    assert type(other) is CachedTarget
     assert one.stamp == other.stamp
 
 
@@ -70,10 +70,10 @@ def test_texts_and_drafters_are_the_models(tmp_path, family):
     name = saved(tmp_path / "model", family)
     one, other = (load_target(name, "float32") for _ in range(2))
     texts = [generate(target, PROMPT, max_new_tokens=12).tokens for target in (one, other)]
-    assert type(other) is KeptTarget
+    assert type(other) is CachedTarget
     assert texts[0] == texts[1]
     drafted = generate(other, PROMPT, drafter=load_drafter("auto", other), max_new_tokens=12).tokens
-    assert type(other) is KeptTarget
+    assert type(other) is CachedTarget
     assert drafted == texts[0]
 
 
@@ -158,9 +158,9 @@ def test_a_damaged_description_is_made_again(tmp_path, home):
 
 
 def test_one_that_says_something_else_is_not_kept(tmp_path, home, monkeypatch):
-    write = kept.save
+    write = model_cache.save
     monkeypatch.setattr(
-        kept, "save", lambda parts, file: write({key: 2 * x for key, x in parts.items()}, file)
+        model_cache, "save", lambda parts, file: write({key: 2 * x for key, x in parts.items()}, file)
     )
     name = saved(tmp_path / "model")
     for _ in range(2):

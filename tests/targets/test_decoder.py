@@ -27,8 +27,8 @@ from transformers import (
 from slipstream.core.tree import chain
 from slipstream.kernels.ops import available
 from slipstream.targets import HFTarget, description, linear as products, masks
+from slipstream.targets.decoder import Undescribed
 from slipstream.targets.description import ModelDecoder
-from slipstream.targets.executor import Undescribed
 from slipstream.targets.executor_torch import Layers
 from tiny import FAMILIES, GROUPED, MIXED, SHAPE, build
 
@@ -98,7 +98,7 @@ def test_torch_operations_say_what_the_familys_own_modules_do(family, exact, dty
         monkeypatch.setattr(HFTarget, "_masks", how)
     model = build(DESCRIBED[family]).to(dtype)
     target, modules = HFTarget(deepcopy(model), name=family), HFTarget(deepcopy(model))
-    target.decoder = ModelDecoder(target.twin, target.blocks, list(target.windows), exact)
+    target.decoder = ModelDecoder(target.shadow_model, target.blocks, list(target.windows), exact)
     modules.decoder = None
     assert isinstance(target.decoder._run.__self__, Layers)
     near = {"rtol": 1e-4, "atol": 2e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
@@ -118,7 +118,7 @@ def test_torch_operations_say_what_the_familys_own_modules_do(family, exact, dty
 def test_mixtures_of_experts_are_no_torch_operations(family):
     target = HFTarget(build(DESCRIBED[family]))
     with pytest.raises(Undescribed, match="experts"):
-        ModelDecoder(target.twin, target.blocks, list(target.windows))
+        ModelDecoder(target.shadow_model, target.blocks, list(target.windows))
 
 
 @pytest.mark.parametrize("family", DESCRIBED)
@@ -201,7 +201,8 @@ def test_what_a_model_does_between_its_modules_is_not_left_out():
 
 def test_whoever_looks_at_a_module_sees_its_passes():
     target = HFTarget(build(FAMILIES["llama"]).float())
-    for module in (target.twin, target.twin.get_decoder(), target.blocks[1], target.blocks[1].mlp.up_proj):
+    model, block = target.shadow_model, target.blocks[1]
+    for module in (model, model.get_decoder(), block, block.mlp.up_proj):
         calls = []
         hook = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         target(chain(text(9)), target.new_cache(1))

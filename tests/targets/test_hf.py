@@ -392,10 +392,10 @@ def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
     ours = OURS if family == "llama" else theirs
 
     def parts(model: nn.Module) -> tuple[str, int]:
-        compiled = [m for m in model.modules() if type(m.forward).__name__ == "StandIn"]
+        compiled = [m for m in model.modules() if type(m.forward).__name__ == "CompiledForward"]
         return model.config._attn_implementation, len(compiled)
 
-    assert parts(target.twin) == (ours, 3)  # two layers and the head
+    assert parts(target.shadow_model) == (ours, 3)  # two layers and the head
     assert parts(target.plain) == (theirs, 0)
     monkeypatch.setattr(target.plain, "generate", lambda tokens, **_: tokens + 1)
     assert hf_generate(target, torch.tensor([[1, 2]])).tolist() == [[2, 3]]
@@ -424,7 +424,7 @@ def test_a_head_that_is_named_decoder_is_not_the_decoder():
     config = ModernBertDecoderConfig(**tiny.SHAPE | ids, global_attn_every_n_layers=2, local_attention=12)
     target = HFTarget(tiny.build(config))
     assert [*target.trunk()["between"]] == ["embeddings", "final_norm", "rotary_emb"]
-    assert target.part([1], own=True).twin.base_model.config.layer_types == ["sliding_attention"]
+    assert target.part([1], own=True).shadow_model.base_model.config.layer_types == ["sliding_attention"]
     tokens = torch.tensor([PROMPTS[0]])
     final = target.features(tokens.tolist(), ("final",))
     seen, at = torch.ones(1, 9, 9, dtype=torch.bool).tril(), torch.arange(9)[None]

@@ -295,7 +295,7 @@ def test_a_damaged_gguf_is_one_line(tmp_path, home):
 def test_a_device_that_is_not_there_is_named_briefly(device):
     """torch adds the names of hundreds of backends."""
     with pytest.raises(ValueError, match=f"Unknown or missing device: '{device}'. Use cpu, cuda") as refused:
-        load.place_of(device)
+        load.device_of(device)
     assert len(str(refused.value)) < 500
 
 

@@ -11,30 +11,30 @@ import torch
 
 import tiny
 from slipstream.core.tree import chain
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import (
     HFTarget,
     load_target,
-    model_cache as kept,
+    model_cache,
     models,
-    quantized_cache as kept_models,
+    quantized_cache,
 )
 from slipstream.targets.cached_target import TARGET
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 TOKENS = torch.arange(1, 12)[None]
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of models whose weights were rounded."""
-    names, rounded = list[str](), kept_models.quantised
+    names, rounded = list[str](), quantized_cache.quantised
 
     def quantised(model, kind, name):
         names.append(name)
         return rounded(model, kind, name)
 
-    monkeypatch.setattr(kept_models, "quantised", quantised)
+    monkeypatch.setattr(quantized_cache, "quantised", quantised)
     return names
 
 
@@ -46,7 +46,8 @@ def saved(family: str, directory: Path) -> str:
 
 def models_in(home: Path) -> list[Path]:
     """All that the cache holds beside the hashes of files and descriptions."""
-    return [path for path in home.iterdir() if path.name != kept.DIGESTS and not (path / TARGET).exists()]
+    models = (path for path in home.iterdir() if path.name != model_cache.DIGESTS)
+    return [path for path in models if not (path / TARGET).exists()]
 
 
 def says(target: HFTarget) -> torch.Tensor:
@@ -93,7 +94,7 @@ def test_other_contents_dtypes_and_kinds_are_other_models(unchecked, tmp_path, h
     assert len(made) == 4
 
 
-@pytest.mark.parametrize("file", [kept.WEIGHTS, kept.LAYERS, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("file", [model_cache.WEIGHTS, model_cache.LAYERS, "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("left", [0, 100])
 def test_a_damaged_copy_is_made_again(unchecked, tmp_path, home, made, file, left):
     name = saved("llama", tmp_path / "model")
@@ -110,15 +111,15 @@ def test_a_damaged_copy_is_made_again(unchecked, tmp_path, home, made, file, lef
 
 def test_what_would_be_read_otherwise_is_not_kept(unchecked, tmp_path, home, made, monkeypatch):
     """A copy that lost something is compared with the model before anyone reads it."""
-    write = kept.save
+    write = model_cache.save
 
     def wrongly(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, Any]:
         return write({name: tensor * ("norm" not in name) for name, tensor in tensors.items()}, file)
 
-    monkeypatch.setattr(kept, "save", wrongly)
+    monkeypatch.setattr(model_cache, "save", wrongly)
     name = saved("llama", tmp_path / "model")
     load_target(name, "float32", quantize="int8")
-    assert [path for path in home.iterdir() if path.name != kept.DIGESTS] == []
+    assert [path for path in home.iterdir() if path.name != model_cache.DIGESTS] == []
 
 
 @pytest.mark.parametrize("said", ["", "{", "[]", '{"a": 1}', '{"/": {"stamp": 3}}'])
@@ -128,10 +129,10 @@ def test_damaged_hashes_of_files_are_made_again(unchecked, tmp_path, home, made,
     for text in (said, None):
         if text is not None:
             home.mkdir(parents=True, exist_ok=True)
-            (home / kept.DIGESTS).write_text(text)
+            (home / model_cache.DIGESTS).write_text(text)
         load_target(name, "float32", quantize="int8")
     assert len(made) == 1
-    assert json.loads((home / kept.DIGESTS).read_text())
+    assert json.loads((home / model_cache.DIGESTS).read_text())
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(unchecked, tmp_path, monkeypatch, made):
@@ -147,7 +148,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(unchecked, tmp_path, monkeyp
 def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A file that holds a tiny Qwen 2."""
 
-    def read_gguf(file: Path, dtype: torch.dtype) -> kept_models.Loaded:
+    def read_gguf(file: Path, dtype: torch.dtype) -> quantized_cache.Loaded:
         return deepcopy(tiny.reference("qwen2")).to(dtype), tiny.tokenizer()
 
     monkeypatch.setattr(models, "read_gguf", read_gguf)
@@ -161,7 +162,7 @@ def test_a_gguf_file_is_kept_once(unchecked, home, made, gguf):
     for _ in range(2):
         load_target(gguf, "float32", quantize="int8")
     (copy,) = models_in(home)
-    assert json.loads((copy / kept.LAYERS).read_text())["origin"]["quantize"] == "int8"
+    assert json.loads((copy / model_cache.LAYERS).read_text())["origin"]["quantize"] == "int8"
     assert len(made) == 1
 
 

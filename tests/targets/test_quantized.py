@@ -18,13 +18,13 @@ from slipstream.core.tree import Tree, chain
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.generate import generate
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.quantize import is_quantised, on_gpu, quantised
 from slipstream.targets.quantized import KINDS, Quantised, QuantisedLinear, stored_bytes
-from slipstream.targets.shadow_model import twin
+from slipstream.targets.shadow_model import shadow_of
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -185,8 +185,8 @@ def test_weights_take_half_the_room_or_a_third(kind, part):
     target = HFTarget(model, quantize=kind)
     assert stored_bytes(target.model) <= part * stored_bytes(model)
     assert target.read_bytes == stored_bytes(target.model)
-    assert not any(p.dim() > 1 for p in target.twin.parameters())
-    assert all(isinstance(m, Quantised) for m in target.twin.modules() if hasattr(m, "in_features"))
+    assert not any(p.dim() > 1 for p in target.shadow_model.parameters())
+    assert all(isinstance(m, Quantised) for m in target.shadow_model.modules() if hasattr(m, "in_features"))
     layers = {
         module.weight.dtype for module in target.blocks.modules() if isinstance(module, QuantisedLinear)
     }
@@ -253,7 +253,7 @@ def test_on_a_gpu_layers_have_8_bits_or_torchaos_4(unchecked, family, kind, monk
     monkeypatch.setattr("slipstream.targets.quantize.GROUP", 16)
     monkeypatch.setattr("torchao.quantization.Int4WeightOnlyConfig", four_bits)
     monkeypatch.setattr("slipstream.kernels.ops.linear", whole_linear)
-    monkeypatch.setattr("slipstream.targets.hf.quantised", lambda model, *how: on_gpu(twin(model), *how))
+    monkeypatch.setattr("slipstream.targets.hf.quantised", lambda model, *how: on_gpu(shadow_of(model), *how))
     model = deepcopy(tiny.reference(family)).to(torch.float32)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     target = HFTarget(model, tiny.tokenizer(), quantize=kind)
@@ -284,7 +284,7 @@ def whole_linear(
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`kernels.linear` of a GPU, by that of the CPU."""
+    """`ops.linear` of a GPU, by that of the CPU."""
     weight = weight if scales is None else (weight * scales[:, None]).to(x.dtype)
     out: torch.Tensor = torch.ops.slipstream.linear(x, weight, bias)
     return out
@@ -299,7 +299,7 @@ def test_without_torchao_it_says_so(monkeypatch):
     """A traceback of an import."""
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ValueError, match=r"cannot be int4 on cpu without torchao: pip install .*\[gpu\]'"):
-        on_gpu(twin(tiny.reference("llama")), "int4", "tiny")
+        on_gpu(shadow_of(tiny.reference("llama")), "int4", "tiny")
 
 
 @each_kind

@@ -41,7 +41,7 @@ import tiny
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.engine.generate import generate
 from slipstream.targets import HFTarget
-from slipstream.targets.shadow_model import twin
+from slipstream.targets.shadow_model import shadow_of
 from slipstream.targets.support import attention_windows, check_supported, longest_text, rope
 
 PADDED = tiny.GROUPED | {"pad_token_id": 0}
@@ -173,7 +173,7 @@ def test_windows_by_layer_type(family: str, windows: dict):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "gemma2", "gemma3"])
 def test_a_window_that_attention_has_ends_no_text(family: str):
-    model = twin(tiny.reference(family))
+    model = shadow_of(tiny.reference(family))
     before = deepcopy(model.config)
     assert longest_text(model) == 128
     assert model.config.to_dict() == before.to_dict()

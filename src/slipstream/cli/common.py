@@ -193,7 +193,7 @@ def load(
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         target = load_target(name, dtype, device, compile, quantize=quantize)
-    if compile:
+    if target.compiles:
         with err.status("compiling: a minute the first time, then seconds"):
             target.warm_up()
     return target

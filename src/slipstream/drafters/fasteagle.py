@@ -18,7 +18,7 @@ from slipstream.drafters.eagle import EagleHead
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
-from slipstream.kernels.compiled import backend_for, compiled, freed
+from slipstream.kernels.compiled import compiled, freed
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ class FastEagle(ParallelDrafter):
     ) -> None:
         super().__init__(head, target, vocab, tree, proposal)
         if head.above is not None and self.compiles:
-            kind = backend_for(head, target.embed)
-            self._compiled_above = compiled(self._above, target.device, kind, whole=True)
+            self._compiled_above = compiled(self._above, target.device)
 
     def start(self, batch: int, device: torch.device) -> FastEagleState:
         cache = self.new_cache(self.drafted, batch)

@@ -16,7 +16,7 @@ from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
-from slipstream.kernels.compiled import backend_for, compiled, freed
+from slipstream.kernels.compiled import compiled, freed
 
 NEAR = 256  # tokens before the root behind which heads draft nearly as well as behind all (docs/log.md)
 EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
@@ -86,9 +86,8 @@ class HeadDrafter(Proposer):
         # On a CPU a layer is one call, and what stands around it is little.
         self.compiles = target.compiles and at.type != "cpu"
         if self.compiles:
-            kind = backend_for(self.head, target.embed, self.lm_head or self.head)
-            self._compiled_read = compiled(self._read, at, kind, whole=True)
-            self._compiled_logits = compiled(self.logits, at, kind, whole=True)
+            self._compiled_read = compiled(self._read, at)
+            self._compiled_logits = compiled(self.logits, at)
 
     def new_cache(self, layers: int, batch: int) -> KVCache:
         """Keys and values of the head's own layers."""

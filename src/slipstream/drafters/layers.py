@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.core.kv_cache import KVCache, LayerView
 from slipstream.kernels import ops as kernels, training_attention as learning
 from slipstream.kernels.compiled import freed, freed_view
-from slipstream.targets.executor import NO_MATRIX, Kind, Part, Undescribed, Weights, matrix, norm
+from slipstream.targets.decoder import NO_MATRIX, DecoderConfig, Undescribed, Weights, matrix, norm
 
 # Which keys each row sees: a mask, or lists as `kernels.attention` takes them.
 Seen = Bool[Tensor, "#B 1 #T S"] | Int[Tensor, "#B 1 #T L"]
@@ -190,7 +190,7 @@ class OneCall:
 
     def _described(self) -> Callable[..., list[Tensor]]:
         config, attention, mlp = self._config, self._attention, self._mlp
-        kind = Kind(
+        kind = DecoderConfig(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -198,7 +198,7 @@ class OneCall:
             activation=config.hidden_act,
             eps=config.rms_norm_eps,
         )
-        parts: list[Part] = []
+        parts: list[Tensor | None] = []
         for part, names in (attention, PROJECTIONS), (mlp, PRODUCTS):
             for name in names:
                 parts += NO_MATRIX if part is None else matrix(getattr(part, name))

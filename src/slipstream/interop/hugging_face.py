@@ -26,7 +26,7 @@ from slipstream.engine.answer import Answer
 from slipstream.engine.generate import Job, Streamer
 from slipstream.spec import Named
 from slipstream.targets import HFTarget
-from slipstream.targets.shadow_model import twin
+from slipstream.targets.shadow_model import shadow_of
 from slipstream.targets.support import check_whole
 
 DIRECTORY = str(Path(__file__).with_name("hf"))  # for those who give `custom_generate` a directory
@@ -140,8 +140,9 @@ _targets: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[bool, HFTarget]]] =
 
 
 def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
-    """A target over the model's weights, made again once they have changed. It holds a twin, so it ends with
-    the model, whose generation_config also stays its own. Raises ValueError as `check_whole` does."""
+    """A target over the model's weights, made again once they have changed. It holds a copy over the same
+    weights, so it ends with the model, whose generation_config also stays its own. Raises ValueError as
+    `check_whole` does."""
     check_whole(model)
     weights = [*model.named_parameters(), *model.named_buffers()]
     stamp: list[Any] = [
@@ -154,7 +155,7 @@ def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
         made = {}
         _targets[model] = stamp, made
     if compile not in made:
-        made[compile] = HFTarget(twin(model), compile=compile)
+        made[compile] = HFTarget(shadow_of(model), compile=compile)
     return made[compile]
 
 

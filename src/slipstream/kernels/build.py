@@ -37,15 +37,15 @@ INSTRUCTIONS = {
 
 @cache
 def fingerprint() -> str:
-    """What measured costs and kept weights hold for: a hash of the kernels and of the versions of Slipstream
-    and torch."""
+    """What measured costs and cached weights hold for: a hash of the kernels and of the versions of
+    Slipstream and torch."""
     return _hash_of([ROOM / "ops.py", ROOM / "triton.py"], version("slipstream"), torch.__version__)[:8]
 
 
 def _hash_of(sources: Sequence[Path], *built_by: Any) -> str:
     """A hash of the C++ sources and others, and of what they are built by."""
-    read = b"".join(path.read_bytes() for path in (*sorted(SOURCE.parent.iterdir()), *sources))
-    return hashlib.sha256(read + repr(built_by).encode()).hexdigest()
+    text = b"".join(path.read_bytes() for path in (*sorted(SOURCE.parent.iterdir()), *sources))
+    return hashlib.sha256(text + repr(built_by).encode()).hexdigest()
 
 
 def processor() -> str:
@@ -60,22 +60,17 @@ def processor() -> str:
     return capability
 
 
-def _is_intel() -> bool:
-    """Whether Intel made the processor."""
-    with suppress(OSError):
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    return False
-
-
 def library() -> Path:
     """The library for this processor: a wheel's, or else compiled under a lock. Raises OSError or ValueError
     where there is no compiler, it fails, or nothing can be written."""
-    home, (name, flags) = cache_home() / "kernels", _built_with(processor(), _is_intel())
-    if (found := _sound(BUILT, name) or _sound(home, name)) is None:
+    cpuinfo = Path("/proc/cpuinfo")
+    is_intel = cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text()
+    home, (name, flags) = cache_home() / "kernels", _built_with(processor(), is_intel)
+    if (file := _intact(BUILT, name) or _intact(home, name)) is None:
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / name, wait=True):
-            found = _sound(home, name) or _compiled(flags, home, name)
-    return found
+            file = _intact(home, name) or _compile(flags, home, name)
+    return file
 
 
 def _built_with(kind: str, is_intel: bool) -> tuple[str, list[str]]:
@@ -91,11 +86,11 @@ def build_all(home: Path) -> None:
     home.mkdir(parents=True, exist_ok=True)
     for kind, is_intel in product(INSTRUCTIONS, (False, True)):
         name, flags = _built_with(kind, is_intel)
-        if _sound(home, name) is None:
-            _compiled(flags, home, name)
+        if _intact(home, name) is None:
+            _compile(flags, home, name)
 
 
-def _sound(home: Path, name: str) -> Path | None:
+def _intact(home: Path, name: str) -> Path | None:
     """A library whose contents have the hash in its name: loading a part of one ends the process."""
     for path in home.glob(f"{name}-*.so"):
         with suppress(OSError):  # another process that builds it anew has just removed it
@@ -105,33 +100,32 @@ def _sound(home: Path, name: str) -> Path | None:
 
 
 def _content(library: Path) -> str:
-    """A hash of what it holds."""
     return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
-def _compiled(flags: list[str], home: Path, name: str) -> Path:
+def _compile(flags: list[str], home: Path, name: str) -> Path:
     """A new library in the place of damaged ones. Raises OSError where there is no compiler, or it fails."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         raise OSError(f"there is no compiler {compiler[0]}")
-    for left in (*home.glob(f"{name}-*.so"), *home.glob(f".{name}-*")):
-        left.unlink()
+    for damaged in (*home.glob(f"{name}-*.so"), *home.glob(f".{name}-*")):
+        damaged.unlink()
     from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths  # a sixth of a second
 
     print("compiling kernels for this processor, once: about half a minute", file=sys.stderr, flush=True)
     places = [*(f"-I{path}" for path in include_paths()), f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
-    beside = home / f".{name}-{token_hex(8)}"  # the compiler of a process that was killed may still write
+    temporary = home / f".{name}-{token_hex(8)}"  # the compiler of a process that was killed may still write
     try:
-        done = subprocess.run([*compiler, *flags, str(SOURCE), *places, "-o", beside], capture_output=True)
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().split("\n")[0]
-            raise OSError(f"{compiler[0]} failed with code {done.returncode}: {said}")
-        with open(beside, "rb") as file:
+        run = subprocess.run([*compiler, *flags, str(SOURCE), *places, "-o", temporary], capture_output=True)
+        if run.returncode:
+            reason = run.stderr.decode(errors="replace").strip().split("\n")[0]
+            raise OSError(f"{compiler[0]} failed with code {run.returncode}: {reason}")
+        with open(temporary, "rb") as file:
             os.fsync(file)
-        return beside.rename(home / f"{name}-{_content(beside)}.so")
+        return temporary.rename(home / f"{name}-{_content(temporary)}.so")
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-if __name__ == "__main__":  # python -m slipstream.kernels.ops DIRECTORY
+if __name__ == "__main__":  # python -m slipstream.kernels.build DIRECTORY
     build_all(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ On the CPU they are `csrc/ops.cpp`, which `build` compiles once for a processor.
 compiler, targets go without them. On a GPU Triton compiles them (`triton.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -18,31 +18,48 @@ from slipstream.kernels import ON_CUDA, PRECISIONS
 from slipstream.kernels.build import INSTRUCTIONS, library, processor
 
 AT_ONCE = 128  # rows of a weight that are rounded together
+CPU = torch.device("cpu")
+
+
+def load(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> bool:
+    """Load the kernels for a device and precision, as a target does. Those for the CPU are compiled if nobody
+    has done so yet. Whether there are any; where there is no compiler, a line on stderr says so."""
+    if device.type == "cpu" and dtype in PRECISIONS:
+        _load_library()
+    elif has_kernels(device, dtype):
+        import slipstream.kernels.triton  # noqa: F401
+    return has_kernels(device, dtype)
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for this device and precision. On a GPU the first call registers them."""
-    if device.type != "cuda" or dtype not in ON_CUDA or find_spec("triton") is None:
-        return device.type == "cpu" and dtype in PRECISIONS and available()
-    import slipstream.kernels.triton  # noqa: F401
+    """Whether there are kernels for this device and precision; those for the CPU must have been loaded."""
+    if device.type == "cuda":
+        return dtype in ON_CUDA and find_spec("triton") is not None
+    return device.type == "cpu" and dtype in PRECISIONS and available()
 
-    return True
+
+def available() -> bool:
+    """Whether `load` has loaded the kernels for the CPU."""
+    return hasattr(torch.ops.slipstream, "tiled_linear")
 
 
 @cache
-def available() -> bool:
-    """Whether the kernels for the CPU run here. The first call loads them, and compiles them if nobody has
-    yet."""
+def _load_library() -> bool:
+    """Whether they run here."""
     try:
         torch.ops.load_library(library())
     except (OSError, ValueError) as error:
         fix = "install a C++ compiler, or name it in CXX"
         note(f"passes are slower without kernels of our own: {first_line(error)}: {fix}")
         return False
-    torch.library.register_fake("slipstream::linear", _linear_shape)
-    torch.library.register_fake("slipstream::attention", _attention_shape)
-    torch.library.register_fake("slipstream::tiled_linear", _tiled_shape)
-    torch.library.register_fake("slipstream::int8_rows", _rows_shape)
+    shapes: dict[str, Callable[..., Tensor]] = {
+        "linear": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+        "attention": lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]),
+        "tiled_linear": lambda x, tiles, scales: x.new_empty(*x.shape[:-1], len(scales)),
+        "int8_rows": lambda tiles, scales, which, K, dtype: scales.new_empty(*which.shape, K, dtype=dtype),
+    }
+    for name, shape in shapes.items():
+        torch.library.register_fake(f"slipstream::{name}", shape)
     return True
 
 
@@ -58,17 +75,10 @@ def has_pairs(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and processor() in ("AMX", "AVX512_BF16")
 
 
-def tiles_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of a weight [N, K] in tiles, which are steps of 32 numbers and 16 × 32, or else in panels of
-    32 columns."""
-    N, K = shape
-    return (-(-N // 32), -(-K // 32), 2, 16, 32) if has_pairs(dtype) else (-(-N // 32), -(-K // 16) * 16, 32)
-
-
 def tiles(weight: Float[Tensor, "N K"]) -> Tensor:
-    """A weight in tiles, or else in panels, as `tiles_shape` says, with zeros behind."""
-    made: Tensor = torch.ops.slipstream.tiles(weight) if has_pairs(weight.dtype) else panels(weight)
-    return made
+    """A weight in tiles, steps of 32 numbers and 16 × 32, or else in panels of 32 columns, padded with zeros:
+    [⌈N / 32⌉, ⌈K / 32⌉, 2, 16, 32] or [⌈N / 32⌉, 16 ⌈K / 16⌉, 32]."""
+    return torch.ops.slipstream.tiles(weight) if has_pairs(weight.dtype) else panels(weight)
 
 
 def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
@@ -84,7 +94,7 @@ def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Fl
 
 
 def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 16 4"]:
-    """A weight as `tiled_linear` reads it: panels of 32 columns, steps of 64 numbers; with zeros behind."""
+    """A weight as `tiled_linear` reads it: panels of 32 columns, steps of 64 numbers; padded with zeros."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 64, 0, -N % 32))
     tiles = whole.view(len(whole) // 32, 2, 16, -1, 16, 4).permute(0, 3, 1, 4, 2, 5)
@@ -92,7 +102,7 @@ def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 1
 
 
 def panels(weight: Real[Tensor, "N K"]) -> Real[Tensor, "panels K16 32"]:
-    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns, with zeros behind."""
+    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns, padded with zeros."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 16, 0, -N % 32))
     return torch.ops.slipstream.kept(whole.view(-1, 32, whole.shape[1]).transpose(1, 2).contiguous())
@@ -106,8 +116,7 @@ def int8_rows(
     dtype: torch.dtype,
 ) -> Float[Tensor, "*n K"]:
     """Some rows of a weight that `int8_tiles` packed, times their scales."""
-    made: Tensor = torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
-    return made
+    return torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
 
 
 def tiled_linear(
@@ -122,14 +131,13 @@ def tiled_linear(
     a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
     in fp32 in their order.
     """
-    out: Tensor = torch.ops.slipstream.tiled_linear(x, tiles, scales)
-    return out
+    return torch.ops.slipstream.tiled_linear(x, tiles, scales)
 
 
 def int4_tiles(
     weight: Float[Tensor, "N K"],
 ) -> tuple[UInt8[Tensor, "panels groups 10 64"], Float[Tensor, " N"]]:
-    """A weight as `tiled_linear` reads it, with zeros behind, and its rows' scales: powers of two that no
+    """A weight as `tiled_linear` reads it, padded with zeros, and its rows' scales: powers of two that no
     number of a row exceeds.
 
     Over its scale a number is q · d + m: q from 0 to 15, d and m in float16, of each group of 32 numbers. q
@@ -154,30 +162,12 @@ def int4_tiles(
 
 
 def int4_rows(tiles: UInt8[Tensor, "panels groups 10 64"], which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
-    """Some rows of a weight that `int4_tiles` packed, over their scales, with what stands behind."""
+    """Some rows of a weight that `int4_tiles` packed, over their scales, with the padding of K."""
     vectors = tiles[:, :, :8].unflatten(2, (2, 4)).unflatten(-1, (16, 4))
     both = vectors[which // 32, :, which // 16 % 2, :, which % 16]  # [..., groups, 4, 4]
     q = torch.stack([both % 16, both // 16], -2).flatten(-3)
     d, m = tiles[:, :, 8:].view(torch.float16)[which // 32, :, :, which % 32].float()[..., None].unbind(-2)
     return (q * d + m).flatten(-2)
-
-
-def _tiled_shape(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(scales))
-
-
-def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _rows_shape(tiles: Tensor, scales: Tensor, which: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    return scales.new_empty(*which.shape, K, dtype=dtype)
-
-
-def _attention_shape(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float, sinks: Tensor | None
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 def linear(
@@ -216,8 +206,7 @@ def attention(
 
 def widened(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """bf16 as float32, by the threads of our products."""
-    wide: Tensor = torch.ops.slipstream.widened(x)
-    return wide
+    return torch.ops.slipstream.widened(x)
 
 
 def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:

@@ -54,7 +54,7 @@ def _attend(
     TILE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """What TILE pairs of a row and one of the G heads that share keys read of one split: sums of weights
-    times values, of weights, and the highest score. A row's slots are those of `kernels.attention`."""
+    times values, of weights, and the highest score. A row's slots are those of `kernels.ops.attention`."""
     text, kv, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
     i, d, dv = tl.arange(0, TILE), tl.arange(0, D2), tl.arange(0, DV2)
     pair = tl.program_id(0) * TILE + i
@@ -194,7 +194,7 @@ def _mean(x, out, H, BLOCK: tl.constexpr):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    """See `kernels.attention`. Raises RuntimeError where the arguments do not fit."""
+    """See `kernels.ops.attention`. Raises RuntimeError where the arguments do not fit."""
     (B, heads, R, D), (KV, S, DV) = q.shape, (k.shape[1], k.shape[2], v.shape[3])
     fits = k.shape == (B, KV, S, D) and v.shape == (B, KV, S, DV) and heads % KV == 0
     torch._check(fits and (sinks is None or sinks.shape == (heads,)), lambda: "attention: shapes do not fit")
@@ -238,7 +238,7 @@ def _power(width: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
-    """See `kernels.linear`. Raises RuntimeError where the arguments do not fit."""
+    """See `kernels.ops.linear`. Raises RuntimeError where the arguments do not fit."""
     torch._check(bias is None or bias.shape == weight.shape[:1], lambda: "linear: bias and weight do not fit")
     return _products(x, [weight], [] if scales is None else [scales], bias)
 
@@ -294,7 +294,7 @@ def _tile(M: int, N: int, dtype: torch.dtype, scaled: bool) -> tuple[int, int, i
 
 
 def mean(x: Tensor) -> Tensor:
-    """See `kernels.mean`."""
+    """See `kernels.ops.mean`."""
     x, H = x.contiguous(), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], 1)
     if out.numel():

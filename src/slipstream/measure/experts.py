@@ -44,7 +44,7 @@ def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequenc
 
 def mixtures(target: HFTarget) -> list[nn.Module]:
     """The modules of a target that hold weights of several experts, stacked."""
-    modules = target.twin.modules()
+    modules = target.shadow_model.modules()
     return [each for each in modules if any(weight.dim() == 3 for weight in each.parameters(recurse=False))]
 
 

@@ -1,6 +1,5 @@
-"""Our attention, products and activations in the place of Hugging Face's, in a twin."""
+"""Our attention, products and activations in the place of Hugging Face's, in a shadow model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.kernels import training_attention as learning
+from slipstream.kernels import training_attention
 from slipstream.kernels.ops import attention, linear, mean
 from slipstream.targets.activations import CALLED, aligned, own_activations
 from slipstream.targets.linear import copy_of, own_products
@@ -39,35 +38,23 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         return attention(query, key, value, attention_mask, scale, softcap or 0.0, s_aux), None
-    if softcap or s_aux is not None:
-        return _dense(query, key, value, attention_mask, scale, softcap, s_aux), None
-    if attention_mask is not None and learning.learns(query):
-        return learning.attention(query, key, value, attention_mask == 0, scale).transpose(1, 2), None
+    if softcap or s_aux is not None:  # which sdpa does not have
+        group = query.shape[1] // key.shape[1]
+        scores = scale * query @ key.repeat_interleave(group, 1).transpose(2, 3)
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        scores = scores if attention_mask is None else scores + attention_mask
+        if s_aux is not None:
+            scores = torch.cat([scores, s_aux[:, None, None].expand(*scores.shape[:3], 1).to(scores)], -1)
+        weights = scores.softmax(-1)[..., : key.shape[2]]
+        return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+    if attention_mask is not None and training_attention.learns(query):
+        out = training_attention.attention(query, key, value, attention_mask == 0, scale)
+        return out.transpose(1, 2), None
     # Hugging Face repeats grouped keys for all heads whenever there is a mask, which on a CPU doubles the
     # time of attention (30 layers at 512 slots: 2.0 ms against 0.9 ms).
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention with a softcap or sinks, which sdpa does not have."""
-    group = query.shape[1] // key.shape[1]
-    scores = scale * query @ key.repeat_interleave(group, 1).transpose(2, 3)
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    scores = scores if mask is None else scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores)], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
-    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(OURS, attend)
@@ -97,13 +84,7 @@ class Calls(TorchFunctionMode):
     """Inside, torch's linear, attention and means of rows are ours, for modules that call them directly, such
     as experts and norms."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
             return linear(*args, **kwargs)

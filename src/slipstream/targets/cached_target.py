@@ -2,7 +2,7 @@
 takes more than a second, and to fill them as long."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -13,28 +13,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from slipstream.core.target import Sizes, Target
+from slipstream.core.target import Sizes
 from slipstream.core.tree import chain
 from slipstream.files import read_json
 from slipstream.kernels.weight_packing import packed_weight
-from slipstream.targets import model_cache as kept
-from slipstream.targets.decoder import Decoder, Description, Rotary
+from slipstream.targets import model_cache
+from slipstream.targets.decoder import Decoder, DecoderConfig, Description, Rotary
 from slipstream.targets.decoder_target import DecoderTarget
-from slipstream.targets.executor import Kind
 from slipstream.targets.linear import Packed, own_products, packed_copy
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantized import Quantised, QuantisedEmbedding, QuantisedLinear, linear_of
 
 TARGET, PARTS = "target.json", "parts.bin"
 MOST = 2**26  # bytes of parts that are no tensor of the model, such as norms in float32
-FACTS = (  # attributes that are read as they were
-    *("fingerprint", "source", "vocab", "width", "window", "windows", "scale", "cap"),
-    "_weights",
-)
+FACTS = ("fingerprint", "source", "vocab", "width", "window", "windows", "scale", "cap", "_weights")
+
+
+def _of_modules(name: str) -> Any:
+    """An attribute that only modules have, so that the target becomes one of modules."""
+    return property(lambda target: getattr(target.whole(), name))
 
 
 @final
-class KeptTarget(DecoderTarget):
+class CachedTarget(DecoderTarget):
     """A target on the CPU of what `write` wrote. Where somebody asks for what only modules can say, such as
     `model`, it becomes the `HFTarget` that was written.
 
@@ -53,10 +54,10 @@ class KeptTarget(DecoderTarget):
         dtype: torch.dtype,
         quantize: str | None,
     ) -> None:
-        said = read_json(place / TARGET, "cache")
-        parts, own = kept.mapped(place / PARTS, said["places"]), dict[str, Tensor]()
+        record = read_json(place / TARGET, "cache")
+        parts, own = model_cache.mapped(place / PARTS, record["places"]), dict[str, Tensor]()
 
-        def found(ref: list[str] | None) -> Any:
+        def tensor(ref: list[str] | None) -> Any:
             if ref is None:
                 return None
             kind, key = ref
@@ -70,31 +71,46 @@ class KeptTarget(DecoderTarget):
 
         self.name, self.device, self.dtype, self.quantize = name, torch.device("cpu"), dtype, quantize
         self.compiles = self.captures = False
-        self._ours, self._modules, self._said = True, modules, said
-        vars(self).update(said["facts"])
-        self.sizes = Sizes(**said["sizes"])
-        self.embed = _embedding(said["embed"], found, dtype)
-        self._head = _head(said["head"], found, dtype)
-        kind, layers = Kind(**said["kind"]), list(map(found, said["parts"]))
-        rotary = [Rotary(found(ref), *rest) for ref, *rest in said["rotary"]]
-        rest = said["which"], rotary, said["types"], said["factor"]
-        self._decoder: Decoder | None = Decoder(Description(kind, layers, *rest))
+        self._ours, self._modules, self._record = True, modules, record
+        vars(self).update(record["facts"])
+        self.sizes = Sizes(**record["sizes"])
+        embed, head = record["embed"], record["head"]
+        if embed["width"] is None:
+            self.embed = Embedding(tensor(embed["weight"]), tensor(embed["factor"]))
+        else:
+            quantised = tensor(embed["weight"]), tensor(embed["scales"]), embed["width"], dtype
+            self.embed = QuantisedEmbedding(*quantised, tensor(embed["factor"]))
+        if head["width"] is None:
+            self._head = linear_of(tensor(head["weight"]), tensor(head["bias"]))
+            own_products(self._head, dtype, self.device)
+        else:
+            quantised = tensor(head["weight"]), tensor(head["scales"]), head["width"], dtype
+            self._head = QuantisedLinear(*quantised, tensor(head["bias"]))
+        description = Description(
+            DecoderConfig(**record["kind"]),
+            list(map(tensor, record["parts"])),
+            record["which"],
+            [Rotary(tensor(ref), *rest) for ref, *rest in record["rotary"]],
+            record["types"],
+            record["factor"],
+        )
+        self._decoder: Decoder | None = Decoder(description)
         self._generation_config = GenerationConfig.from_pretrained(place)
         self.text = None
-        if said["tokenizer"] is not None:
-            self.text = HFText(kept.tokenizer_of(place, said["tokenizer"]), name)
+        if record["tokenizer"] is not None:
+            self.text = HFText(model_cache.tokenizer_of(place, record["tokenizer"]), name)
 
     def whole(self) -> Any:
         """This target with its modules. Raises ValueError if it is released."""
         with self.lock:
-            if type(self) is KeptTarget:
+            if type(self) is CachedTarget:
                 if self._decoder is None:
                     raise ValueError(self._released)
-                made: Any = self._modules()
-                made.text, made.model.generation_config = self.text, self._generation_config
+                target: Any = self._modules()
+                target.text, target.model.generation_config = self.text, self._generation_config
                 vars(self).pop("_to_logits", None)
-                vars(self).update(vars(made))
-                self.__class__ = type(made)
+                vars(self).update(vars(target))
+                self.__class__ = type(target)
                 del self._decoder  # which may hold packed weights
         return self
 
@@ -107,53 +123,19 @@ class KeptTarget(DecoderTarget):
         super().release()
         self._decoder = None
 
-    @property
-    def decoder(self) -> Decoder | None:
-        return self._decoder
-
-    @property
-    def layers(self) -> int:
-        return self.sizes.blocks
-
-    @property
-    def described(self) -> dict[str, Any]:
-        config: dict[str, Any] = self._said["config"]
-        return config
-
-    @property
-    def read_bytes(self) -> int:
-        return int(self._said["read_bytes"])
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        return self._generation_config
-
-    @property
-    def exactness(self) -> str:
-        return str(self._said["exactness"])
-
-    @property
-    def margin(self) -> float:
-        return self.whole().margin
-
-    @property
-    def values(self) -> str:
-        return self.whole().values
-
-    def rope(self, block: int) -> tuple[list[float], float]:
-        return self.whole().rope(block)
-
-    def part(self, *which: Any, **how: Any) -> Target:
-        return self.whole().part(*which, **how)
-
-    def trunk(self) -> dict[str, nn.Module]:
-        return self.whole().trunk()
-
-    def states(self, *rows: Any, **how: Any) -> Any:
-        return self.whole().states(*rows, **how)
-
-    def explain_non_finite(self, tokens: Any) -> str:
-        return self.whole().explain_non_finite(tokens)
+    decoder: Any = property(lambda self: self._decoder)
+    layers: Any = property(lambda self: self.sizes.blocks)
+    described: Any = property(lambda self: self._record["config"])
+    read_bytes: Any = property(lambda self: self._record["read_bytes"])
+    exactness: Any = property(lambda self: self._record["exactness"])
+    generation_config: Any = property(lambda self: self._generation_config)
+    margin: Any = _of_modules("margin")
+    values: Any = _of_modules("values")
+    rope: Any = _of_modules("rope")
+    part: Any = _of_modules("part")
+    trunk: Any = _of_modules("trunk")
+    states: Any = _of_modules("states")
+    explain_non_finite: Any = _of_modules("explain_non_finite")
 
 
 class Embedding(nn.Module):
@@ -173,30 +155,14 @@ class Embedding(nn.Module):
         return rows if self.factor is None else rows * self.factor.to(rows.dtype)
 
 
-def _embedding(said: Mapping[str, Any], found: Callable[..., Any], dtype: torch.dtype) -> nn.Module:
-    weight, factor = found(said["weight"]), found(said["factor"])
-    if said["width"] is None:
-        return Embedding(weight, factor)
-    return QuantisedEmbedding(weight, found(said["scales"]), said["width"], dtype, factor)
-
-
-def _head(said: Mapping[str, Any], found: Callable[..., Any], dtype: torch.dtype) -> nn.Module:
-    weight, bias = found(said["weight"]), found(said["bias"])
-    if said["width"] is not None:
-        return QuantisedLinear(weight, found(said["scales"]), said["width"], dtype, bias)
-    made = linear_of(weight, bias)
-    own_products(made, dtype, torch.device("cpu"))
-    return made
-
-
-def write(target: Any, place: Path, read: Callable[[Path], KeptTarget]) -> None:
-    """Fill a directory with what `KeptTarget` reads beside the model's own tensors. Raises ValueError where
-    the layers are not described or have experts, or where what is `read` again says anything else."""
+def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> None:
+    """Fill a directory with what `CachedTarget` reads beside the model's own tensors. Raises ValueError where
+    the layers are not described or have experts, or where what is `read` again differs."""
     description = None if target.decoder is None else target.decoder.description
     if description is None or description.kind.chosen:
         raise ValueError("its passes run through modules")
     places, parts = dict[Any, list[str]](), dict[str, Tensor]()
-    for name, module in target.twin.named_modules():
+    for name, module in target.shadow_model.named_modules():
         buffers = module._buffers if isinstance(module, Quantised) else {}  # others stand in no file
         for own, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is not None:
@@ -212,14 +178,14 @@ def write(target: Any, place: Path, read: Callable[[Path], KeptTarget]) -> None:
             parts[str(len(parts))] = tensor
         return places[_key(tensor)]
 
-    def described(each: Any) -> dict[str, Any]:
-        factor = getattr(each, "factor", getattr(each, "embed_scale", None))
-        tensors = {name: getattr(each, name, None) for name in ("weight", "scales", "bias")}
+    def described(module: Any) -> dict[str, Any]:
+        factor = getattr(module, "factor", getattr(module, "embed_scale", None))
+        tensors = {name: getattr(module, name, None) for name in ("weight", "scales", "bias")}
         tensors["factor"] = None if factor is None else torch.as_tensor(factor)
-        return {"width": getattr(each, "width", None)} | {name: ref(x) for name, x in tensors.items()}
+        return {"width": getattr(module, "width", None)} | {name: ref(x) for name, x in tensors.items()}
 
     tokenizer = None if target.text is None else target.text.tokenizer
-    said = {
+    record = {
         "facts": {name: getattr(target, name) for name in FACTS},
         "sizes": asdict(target.sizes),
         "config": target.described,
@@ -238,15 +204,16 @@ def write(target: Any, place: Path, read: Callable[[Path], KeptTarget]) -> None:
     if sum(part.nbytes for part in parts.values()) > MOST:
         raise ValueError("its parts are no tensors of the model")
     place.mkdir()
-    (place / TARGET).write_text(json.dumps({**said, "places": kept.save(parts, place / PARTS)}), "utf-8")
+    record["places"] = model_cache.save(parts, place / PARTS)
+    (place / TARGET).write_text(json.dumps(record), "utf-8")
     target.generation_config.save_pretrained(place)
     if tokenizer is not None:
         tokenizer.save_pretrained(place)
     text, again = chain(torch.arange(1, 5)[None] % target.vocab), read(place)
-    says = (each(text, each.new_cache(1)).logits for each in (again, target))
+    logits = (one(text, one.new_cache(1)).logits for one in (again, target))
     facts = ("described", "manner", "sizes", "read_bytes", "exactness", *FACTS)
-    if not torch.equal(*says) or any(getattr(again, name) != getattr(target, name) for name in facts):
-        raise ValueError("what was kept says something else")
+    if not torch.equal(*logits) or any(getattr(again, name) != getattr(target, name) for name in facts):
+        raise ValueError("what was read again differs")
 
 
 def _key(tensor: Tensor) -> Any:

@@ -1,15 +1,121 @@
-"""A model's layers and last norm as one call, on the CPU of our kernels (csrc/decoder.h)."""
+"""Decoder layers as a description, and their execution: on the CPU by one call of our kernels for all layers
+(csrc/decoder.h)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.core.kv_cache import KVCache
-from slipstream.targets.executor import Kind, Part
+from slipstream.kernels import ops
+from slipstream.kernels.weight_packing import packed_weight
+from slipstream.targets.linear import Packed, packed_copy, version_of
 from slipstream.targets.masks import Masks
+from slipstream.targets.quantized import QuantisedLinear
+
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor] | None]] = {  # the kernels' number, and torch's
+    "silu": (0, F.silu),
+    "swish": (0, F.silu),
+    "gelu": (1, F.gelu),
+    "gelu_pytorch_tanh": (2, _tanh_gelu),
+    "gelu_new": (2, _tanh_gelu),
+    "clamped": (3, None),
+}
+Matrix = tuple[Tensor | None, Tensor | None, Tensor | None]  # tiles, scales of rows, bias
+NO_MATRIX: Matrix = None, None, None
+
+
+class Undescribed(Exception):
+    """A model has something that the description has no word for."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What all layers have in common.
+
+    Attributes:
+        heads, kv_heads, head_dim: of attention.
+        scale, cap: of its scores, see `kernels.ops.attention`.
+        activation: a key of `ACTIVATIONS`; "clamped" is gpt-oss's, by `alpha` and `limit`.
+        read: 3 matrices for queries, keys and values, or one for all.
+        up: 2 matrices for gate and up of the MLP, or one for both; one if it is not `gated`.
+        parallel: the MLP reads what attention reads.
+        centred: norms take the mean away first, as LayerNorm does.
+        whole: norms of queries and keys are of all heads together.
+        by_head: one matrix reads a head's queries, keys and values, and then the next head's.
+        pairs: angles turn neighbouring numbers, and not halves.
+        chosen: experts of each row; their weights add up to 1 if they are `shared`.
+        eps, head_eps: of norms, and of those of queries and keys.
+        more: what the weights of norms lack.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    activation: str
+    eps: float
+    cap: float = 0.0
+    head_eps: float = 0.0
+    read: int = 3
+    up: int = 2
+    gated: bool = True
+    parallel: bool = False
+    centred: bool = False
+    whole: bool = False
+    by_head: bool = False
+    pairs: bool = False
+    chosen: int = 0
+    shared: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+    more: float = 0.0
+
+    def layers(self, parts: Sequence[Tensor | None], which: Sequence[int]) -> Callable[..., list[Tensor]]:
+        """`Decoder.run` of csrc/decoder.h, with what its constructor takes. Raises Undescribed where the
+        activation is not known."""
+        if self.activation not in ACTIVATIONS:
+            raise Undescribed(f"activation {self.activation}")
+        sizes = [
+            *(self.read, self.up, self.heads, self.kv_heads, self.head_dim, self.parallel, self.gated),
+            *(ACTIVATIONS[self.activation][0], self.centred, self.whole, self.by_head, self.pairs),
+            *(self.chosen, self.shared),
+        ]
+        numbers = [self.eps, self.head_eps, self.scale, self.cap, self.alpha, self.limit]
+        decoder: Any = torch.classes.slipstream.Decoder
+        return decoder(list(parts), list(which), list(map(int, sizes)), numbers).run
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, by its modules.
+
+    Attributes:
+        read, o, up, down: linear layers, see `DecoderConfig`; `mlp` holds up and down, or experts.
+        norms: before attention, after it, before the MLP, after it.
+        heads: norms of queries and keys.
+        factor: of what attention and the MLP add.
+        sinks: see `kernels.ops.attention`.
+        angles, window: which of a pass's it takes; -1: no angles.
+    """
+
+    read: Sequence[nn.Module]
+    o: nn.Module
+    mlp: Any
+    up: Sequence[nn.Module]
+    down: Any
+    norms: Sequence[nn.Module | None]
+    heads: Sequence[nn.Module | None]
+    factor: float
+    sinks: Tensor | None
+    angles: int
+    window: int
 
 
 @dataclass(frozen=True)
@@ -35,7 +141,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Description:
-    """Layers and the norm behind them, as `Decoder` takes them.
+    """Layers and the norm after them, as `Decoder` takes them.
 
     Attributes:
         kind: what all layers have in common.
@@ -46,8 +152,8 @@ class Description:
         factor: of embeddings.
     """
 
-    kind: Kind
-    parts: Sequence[Part]
+    kind: DecoderConfig
+    parts: Sequence[Tensor | None]
     which: Sequence[int]
     rotary: Sequence[Rotary]
     windows: Sequence[str]
@@ -69,18 +175,76 @@ class Decoder:
         cache: KVCache,
         taken: Sequence[int],
     ) -> tuple[Float[Tensor, "B R H"], dict[int, Float[Tensor, "B R H"]]]:
-        """The final states, and what the layers of these numbers take. The cache gets keys and values.
+        """The final states, and the inputs of the layers of these numbers. The cache gets keys and values.
 
         Args:
             lists: see `masks.key_lists`.
         """
-        said = self.description
-        x = embedded if said.factor == 1 else embedded * said.factor
-        cos, sin = map(list, zip(*(rotary(positions, x.dtype) for rotary in said.rotary), strict=True))
-        empty = x.new_empty(1, said.kind.kv_heads, 0, said.kind.head_dim)
+        description = self.description
+        x = embedded if description.factor == 1 else embedded * description.factor
+        cos, sin = map(list, zip(*(rotary(positions, x.dtype) for rotary in description.rotary), strict=True))
+        empty = x.new_empty(1, description.kind.kv_heads, 0, description.kind.head_dim)
         cache.allocate(empty, empty)
-        keys, values = (each.unbind(0) for each in cache.stored)
-        masks = [lists[kind] for kind in said.windows] if isinstance(lists, dict) else [lists]
+        keys, values = (stored.unbind(0) for stored in cache.stored)
+        masks = [lists[kind] for kind in description.windows] if isinstance(lists, dict) else [lists]
         before = sorted({i - 1 for i in taken if i})
         *states, last = self._run(x, None, cos, sin, keys, values, cache.slots, masks, cache.view, before)
-        return last, {0: x, **{i + 1: each for i, each in zip(before, states, strict=True)}}
+        return last, {0: x, **{i + 1: state for i, state in zip(before, states, strict=True)}}
+
+
+class Weights:
+    """The weights of modules as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._known = [
+            (module._parameters, name, weight, version_of(weight))
+            for module in modules
+            for name, weight in module._parameters.items()
+            if weight is not None
+        ]
+
+    @property
+    def changed(self) -> bool:
+        """Whether one was changed in place, or replaced, since."""
+        return any(
+            parameters[name] is not weight or version_of(weight) != version
+            for parameters, name, weight, version in self._known
+        )
+
+
+def matrix(module: Any, factor: float = 1.0) -> Matrix:
+    """A linear layer's tiles, scales and bias. Raises Undescribed for one that has no tiles."""
+    if type(module) is QuantisedLinear:
+        tiles, scales = module.weight, module.scales
+    elif type(module) is Packed and ops.has_tiles(module.weight.dtype):
+        tiles, row_scales = packed_copy(module)
+        scales = torch.ones(len(module.weight)) if row_scales is None else row_scales
+    else:
+        raise Undescribed(type(module).__name__)
+    bias = None if module.bias is None else (module.bias.detach().float() * factor).contiguous()
+    return tiles, scales if factor == 1 else scales * factor, bias
+
+
+def stored(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """A weight that no linear layer holds, packed. Raises Undescribed as `matrix` does."""
+    if not ops.has_tiles(weight.dtype):
+        raise Undescribed(f"weights of {weight.dtype}")
+    tiles = packed_weight(weight.detach().contiguous())
+    return tiles, torch.ones(len(weight)), None if bias is None else bias.detach().float().contiguous()
+
+
+def norm(module: Any, more: float = 0.0) -> tuple[Tensor | None, Tensor | None]:
+    """A norm's weight and shift. `more`: what the weight lacks. Raises Undescribed where each head has its
+    own."""
+    if module is None or isinstance(module, nn.Identity):
+        return None, None
+    if module.weight.dim() > 1:
+        raise Undescribed("a norm of each head")
+    bias = getattr(module, "bias", None)
+    weight = (module.weight.detach().float() + more).contiguous()
+    return weight, None if bias is None else bias.detach().float().contiguous()
+
+
+def eps_of(norm: Any) -> float:
+    """What stands under a norm's root."""
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)

@@ -16,7 +16,7 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Tree, TreeLayout, chain
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.kernels.weight_packing import EIGHT
 from slipstream.machine import where
 from slipstream.targets.decoder import Decoder
@@ -56,9 +56,9 @@ class DecoderTarget(Target):
         """The number of layers."""
 
     def __repr__(self) -> str:
-        how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"
         kind = f"{self.described['model_type']}, {self.layers} blocks, {self._weights / 1e6:,.1f} M weights"
-        return f"HFTarget({self.name}: {kind}, {how})"
+        compiled = ", compiled" if self.compiles else ""
+        return f"HFTarget({self.name}: {kind}, {self.precision} on {self.device}{compiled})"
 
     def release(self) -> None:
         """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
@@ -115,15 +115,15 @@ class DecoderTarget(Target):
         else:
             vectors, hosts = tree.probes
             embedded = self._whole_embed(tokens)
-            behind = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
-            inputs = {"inputs_embeds": torch.cat([embedded, behind], 1)}
+            probes = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
+            inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
         keep: int | Tensor = 0
         if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
             # One row by its index: sliced states are not contiguous, and each text would copy the head.
             keep = keep if len(keep) else positions.new_zeros(1)
-        probes = 0 if tree.probes is None else len(tree.probes.vectors)
-        depth = 0 if tree.is_chain and not probes else tree.depth + 1 + probes
+        each_host = 0 if tree.probes is None else len(tree.probes.vectors)
+        depth = 0 if tree.is_chain and not each_host else tree.depth + 1 + each_host
         mask = self._masks(layout, positions, cache, tree.nodes, depth)
         began = perf_counter()
         logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
@@ -156,14 +156,13 @@ class DecoderTarget(Target):
         with self.lock:
             if (decoder := self.decoder) is None:
                 raise ValueError(self._released)
-            given = inputs.get("inputs_embeds")
-            embedded = self.embed(inputs["input_ids"]) if given is None else given
-            asked = [tap for tap in taps if tap.startswith(INPUT)]
-            taken = [index_of(tap, self.layers) for tap in asked]
-            final, took = decoder(embedded, positions, mask, cache, taken)
+            tokens = inputs.get("input_ids")
+            embedded = inputs["inputs_embeds"] if tokens is None else self.embed(tokens)
+            blocks = {tap: index_of(tap, self.layers) for tap in taps if tap.startswith(INPUT)}
+            final, states = decoder(embedded, positions, mask, cache, list(blocks.values()))
             logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
-            said = {tap: took[block] for tap, block in zip(asked, taken, strict=True)}
-            return logits, side_by_side(taps, {FINAL: final, **said}, cache, self.layers)
+            by_tap = {FINAL: final, **{tap: states[block] for tap, block in blocks.items()}}
+            return logits, side_by_side(taps, by_tap, cache, self.layers)
 
     @property
     def _whole_embed(self) -> nn.Module:
@@ -216,7 +215,7 @@ class DecoderTarget(Target):
         return key_lists(layout, positions, cache, self.windows, nodes, depth)
 
 
-def _widened(product: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+def _widened(product: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
     """A product, in float32 where it is bf16: an LM head may be cast."""
-    out = product(*given)
-    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else kernels.widened(out)
+    out = product(*args)
+    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else ops.widened(out)

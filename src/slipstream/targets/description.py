@@ -5,7 +5,7 @@ Families of models differ in little: norms and where they stand, biases, rotary 
 activations, merged projections.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.machine import available_memory
-from slipstream.targets import linear as products
-from slipstream.targets.decoder import Decoder, Description, Rotary
-from slipstream.targets.executor import (
+from slipstream.targets import linear
+from slipstream.targets.decoder import (
     NO_MATRIX,
-    Kind,
+    Decoder,
+    DecoderConfig,
+    Description,
     Layer,
-    Part,
+    Rotary,
     Undescribed,
     Weights,
     eps_of,
@@ -29,7 +30,7 @@ from slipstream.targets.executor import (
 )
 from slipstream.targets.executor_torch import Layers
 from slipstream.targets.layer_subset import between, decoder_of
-from slipstream.targets.shadow_model import LOOKS, Blocks, StandIn
+from slipstream.targets.shadow_model import LOOKS, Blocks, CompiledForward
 
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -42,13 +43,13 @@ class Family:
     """What the layers of some model types are made of, by the names of their modules.
 
     Attributes:
-        norms: before attention, behind it, before the MLP, behind it.
+        norms: before attention, after it, before the MLP, after it.
         read: queries, keys and values, or all of them.
         up: gate and up of an MLP, both in one, or up alone where it is not `gated`.
         more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
-        final: the norm behind all layers.
+        final: the norm after all layers.
         parallel: the MLP always reads what attention reads.
-        by_head, pairs, clamped: see `executor.Kind`.
+        by_head, pairs, clamped: see `DecoderConfig`.
     """
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -66,37 +67,25 @@ class Family:
     clamped: bool = False
 
 
-LLAMA = Family()
-OLMO = Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
-AROUND = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-GEMMA = Family(AROUND, more=1.0)
-COHERE = Family(("input_layernorm", None, None, None), parallel=True, pairs=True)
-NEOX = Family(
-    read=("query_key_value",),
-    up=("dense_h_to_4h",),
-    down="dense_4h_to_h",
-    gated=False,
-    attention="attention",
-    o="dense",
-    final="final_layer_norm",
-    by_head=True,
-)
+LLAMA = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "stablelm")
+ROUTED = ("mixtral", "qwen3_moe", "olmoe")
+AFTER = "post_attention_layernorm", "post_feedforward_layernorm"
+AROUND = "input_layernorm", AFTER[0], "pre_feedforward_layernorm", AFTER[1]
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "stablelm"), LLAMA),
-    **dict.fromkeys(("olmo2", "olmo3"), OLMO),
-    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    **dict.fromkeys((*LLAMA, *ROUTED), Family()),
+    **dict.fromkeys(("olmo2", "olmo3"), Family((None, AFTER[0], None, AFTER[1]))),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Family(AROUND, more=1.0)),
     "phi3": Family(read=("qkv_proj",), up=("gate_up_proj",)),
     "starcoder2": Family(up=("c_fc",), down="c_proj", gated=False),
-    **dict.fromkeys(("cohere", "cohere2"), COHERE),
-    "gpt_neox": NEOX,
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), LLAMA),
+    **dict.fromkeys(
+        ("cohere", "cohere2"), Family(("input_layernorm", None, None, None), parallel=True, pairs=True)
+    ),
+    "gpt_neox": Family(
+        read=("query_key_value",), up=("dense_h_to_4h",), down="dense_4h_to_h", gated=False,
+        attention="attention", o="dense", final="final_layer_norm", by_head=True,
+    ),
     "gpt_oss": Family(clamped=True),
-}
+}  # fmt: skip
 HUGGING_FACE = "transformers.models."
 
 
@@ -151,47 +140,47 @@ def _described(
     turned, final = others["rotary_emb"], others[family.final]
     turns = [f"{kind}_" for kind in sorted(set(kinds))] if hasattr(turned, "layer_types") else [""]
     layers = list[Layer]()
-    for block, of in zip(blocks, kinds, strict=True):
-        turn = turns.index(f"{of}_") if len(turns) > 1 else 0
-        layers.append(_layer(block, family, turn, windows.index(of) if len(windows) > 1 else 0))
-    kind = _kind(config, blocks, family)
-    parts, run = list[Part](), None
-    if products.packs(final.weight.dtype, final.weight.device):
+    for block, kind in zip(blocks, kinds, strict=True):
+        turn = turns.index(f"{kind}_") if len(turns) > 1 else 0
+        layers.append(_layer(block, family, turn, windows.index(kind) if len(windows) > 1 else 0))
+    decoder_config = _decoder_config(config, blocks, family)
+    parts, run = list[Tensor | None](), None
+    if linear.packs(final.weight.dtype, final.weight.device):
         parts = [part for layer in layers for part in _parts(layer, family)]
         parts += norm(final, family.more)
     else:
-        run = Layers(kind, layers, final, exact).run
-    said = Description(
-        kind=kind,
+        run = Layers(decoder_config, layers, final, exact).run
+    description = Description(
+        kind=decoder_config,
         parts=parts,
-        which=[n for each in layers for n in (each.angles, each.window, _experts(each.mlp))],
+        which=[n for layer in layers for n in (layer.angles, layer.window, _experts(layer.mlp))],
         rotary=[_rotary(turned, turn, family) for turn in turns],
         windows=windows,
         factor=getattr(config, "embedding_multiplier", 1.0),
     )
-    return said, run
+    return description, run
 
 
 def _rotary(module: Any, kind: str, family: Family) -> Rotary:
     """What a model's module says. `kind`: of attention, before the names of what it holds; "" where all types
     have the same. Raises Undescribed where it says something else."""
     frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
-    made = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
-    near = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
-    theirs = module(torch.empty(1, device=near.device), near, *[kind[:-1]][: bool(kind)])
-    off = 0 if near.device.type == "cpu" else 1e-3  # a GPU may multiply otherwise in matrices
-    for mine, said in zip(made(near, torch.float32), theirs, strict=True):
-        if not torch.allclose(mine[..., : said.shape[-1]], said, rtol=0, atol=off):
+    rotary = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
+    positions = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
+    theirs = module(torch.empty(1, device=positions.device), positions, *[kind[:-1]][: bool(kind)])
+    off = 0 if positions.device.type == "cpu" else 1e-3  # a GPU may multiply otherwise in matrices
+    for mine, other in zip(rotary(positions, torch.float32), theirs, strict=True):
+        if not torch.allclose(mine[..., : other.shape[-1]], other, rtol=0, atol=off):
             raise Undescribed(f"a {type(module).__name__}")
-    return made
+    return rotary
 
 
-def _kind(config: Any, blocks: Blocks, family: Family) -> Kind:
+def _decoder_config(config: Any, blocks: Blocks, family: Family) -> DecoderConfig:
     attention = getattr(blocks[0], family.attention)
     dim = getattr(attention, "head_dim", None) or attention.head_size
     first = next(getattr(blocks[0], name) for name in family.norms if name)
     heads_norm = getattr(attention, "q_norm", None)
-    kind = Kind(
+    described = DecoderConfig(
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads if family.by_head else config.num_key_value_heads,
         head_dim=dim,
@@ -212,29 +201,28 @@ def _kind(config: Any, blocks: Blocks, family: Family) -> Kind:
     )
     if routed := next((block.mlp for block in blocks if _experts(block.mlp)), None):
         router = _router(routed)
-        kind = replace(kind, chosen=router.top_k, shared=getattr(router, "norm_topk_prob", True))
+        described = replace(described, chosen=router.top_k, shared=getattr(router, "norm_topk_prob", True))
     if family.clamped:
         experts = blocks[0].mlp.experts
-        kind = replace(kind, activation="clamped", alpha=experts.alpha, limit=experts.limit)
-    return kind
+        described = replace(described, activation="clamped", alpha=experts.alpha, limit=experts.limit)
+    return described
 
 
 def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     """The modules of a layer, of which nothing is left out."""
     mlp, attention = block.mlp, getattr(block, family.attention)
-    for module in (block, attention, mlp):
+    experts = _experts(mlp)
+    for module in (block, attention, mlp, *((mlp.experts, _router(mlp)) if experts else ())):
         _check_class(module)
     for module in block.modules():
         _check_forward(module)
-    _check(attention, family.read, family.o, *HEADS)
-    if experts := _experts(mlp):
-        _check_class(mlp.experts)
-        _check_class(_router(mlp))
-        _check(mlp, ("experts", "gate", "router"))
-        _check(mlp.experts, (), "act_fn")
+    _check_parts(block, *filter(None, family.norms), family.attention, "mlp")
+    _check_parts(attention, *family.read, family.o, *HEADS)
+    if experts:
+        _check_parts(mlp, "experts", "gate", "router")
+        _check_parts(mlp.experts, "act_fn")
     else:
-        _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
-    _check(block, filter(None, family.norms), family.attention, "mlp")
+        _check_parts(mlp, *family.up, family.down, "act_fn", "act", "activation_fn")
     sinks = getattr(attention, "sinks", None)
     return Layer(
         read=[getattr(attention, name) for name in family.read],
@@ -251,10 +239,10 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     )
 
 
-def _parts(layer: Layer, family: Family) -> Iterator[Part]:
+def _parts(layer: Layer, family: Family) -> Iterator[Tensor | None]:
     """What `Decoder` in csrc/decoder.h takes of a layer."""
-    for each in layer.read:
-        yield from matrix(each)
+    for read in layer.read:
+        yield from matrix(read)
     yield from matrix(layer.o, layer.factor)
     if experts := _experts(layer.mlp):
         yield from NO_MATRIX * (len(family.up) + 1)
@@ -262,13 +250,13 @@ def _parts(layer: Layer, family: Family) -> Iterator[Part]:
         for i in range(experts):
             yield from _expert(layer.mlp.experts, i)
     else:
-        for each in layer.up:
-            yield from matrix(each)
+        for up in layer.up:
+            yield from matrix(up)
         if family.gated and len(family.up) == 1 and layer.down.in_features % PANEL:
             raise Undescribed(f"gate and up in one, {layer.down.in_features} wide")
         yield from matrix(layer.down, layer.factor)
-    for every in (*layer.norms, *layer.heads):
-        yield from norm(every, family.more)
+    for module in (*layer.norms, *layer.heads):
+        yield from norm(module, family.more)
     yield layer.sinks
 
 
@@ -279,7 +267,6 @@ def _turns(attention: Any) -> bool:
 
 
 def _experts(mlp: Any) -> int:
-    """How many experts there are."""
     return len(mlp.experts.gate_up_proj) if hasattr(mlp, "experts") else 0
 
 
@@ -287,7 +274,7 @@ def _router(mlp: Any) -> Any:
     return mlp.router if hasattr(mlp, "router") else mlp.gate
 
 
-def _expert(experts: Any, i: int) -> Iterator[Part]:
+def _expert(experts: Any, i: int) -> Iterator[Tensor | None]:
     """Gate, up and down of an expert: as they are, or as gpt-oss has them, turned and gate and up in turn."""
     both, down = experts.gate_up_proj[i], experts.down_proj[i]
     if not hasattr(experts, "gate_up_proj_bias"):
@@ -308,12 +295,12 @@ def _check_class(module: nn.Module) -> None:
 
 def _check_forward(module: nn.Module) -> None:
     """Raise Undescribed for a module whose `forward` somebody replaced."""
-    if not isinstance(vars(module).get("forward"), StandIn | None):
+    if not isinstance(vars(module).get("forward"), CompiledForward | None):
         raise Undescribed(f"a {type(module).__name__} with another's forward")
 
 
-def _check(module: nn.Module, known: Iterable[str], *more: str) -> None:
+def _check_parts(module: nn.Module, *known: str) -> None:
     """Raise Undescribed for parts of a module that are not known, but for dropout."""
-    names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known, *more}
+    names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known}
     if names:
         raise Undescribed(f"{type(module).__name__} with {', '.join(sorted(names))}")

@@ -1,4 +1,4 @@
-"""Read a GGUF file through transformers, and hold the file's own keys and tensors against what that made.
+"""Read a GGUF file through transformers, and hold the file's own keys and tensors against the result.
 
 transformers' reader drops what it does not know without a word: another model then answers. Here every key
 and every tensor of the file is set, is known to change nothing, or is refused by name. What a key means is as
@@ -162,14 +162,12 @@ def _check_file(keys: dict[str, Any], tensors: list[Any]) -> None:
         _refuse(f"its architecture {architecture!r} is none of {', '.join(ARCHITECTURES)}")
     if (kind := keys.get("general.type", "model")) != "model":
         raise ValueError(f"it is an {kind}, not a model: give the model's own file")
-    if keys.get("split.count", 1) > 1:
+    if (pieces := keys.get("split.count", 1)) > 1:
+        raise ValueError(f"it is one of {pieces} pieces: join them with llama-gguf-split --merge")
+    held = len({x.name.split(".")[1] for x in tensors if x.name.startswith("blk.")})
+    if held != (blocks := keys[f"{architecture}.block_count"]):
         raise ValueError(
-            f"it is one of {keys['split.count']} pieces: join them with llama-gguf-split --merge"
-        )
-    held = {name.split(".")[1] for name in (tensor.name for tensor in tensors) if name.startswith("blk.")}
-    if len(held) != (blocks := keys[f"{architecture}.block_count"]):
-        raise ValueError(
-            f"it says that it has {blocks} blocks, and holds tensors of {len(held)}: download it again"
+            f"it says that it has {blocks} blocks, and holds tensors of {held}: download it again"
         )
 
 
@@ -188,9 +186,9 @@ def _set_config(config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> N
     for name, value in own.items():
         attribute = next((each for each in ATTRIBUTES.get(name, ()) if hasattr(config, each)), None)
         if attribute is not None:
-            said = None if value == 0 and name.endswith(("softcapping", "window")) else value
-            if getattr(config, attribute) != said:  # Falcon's head_dim cannot be set
-                setattr(config, attribute, said)
+            new = None if value == 0 and name.endswith(("softcapping", "window")) else value
+            if getattr(config, attribute) != new:  # Falcon's head_dim cannot be set
+                setattr(config, attribute, new)
         elif value and name not in READ_BELOW and value != neutral.get(name):
             _refuse(f"its key {architecture}.{name} is {value!r}, for which {config.model_type} has no place")
     if own.get("attention.value_length", D) != D or own.get("attention.causal") is False:
@@ -225,9 +223,9 @@ def _set_windows(config: Any, architecture: str, own: dict[str, Any]) -> None:
         _refuse(f"it has a sliding window of {window}, for which {config.model_type} has no place")
     if architecture in PERIODS:
         period = pattern or PERIODS[architecture]
-        near = period if isinstance(period, list) else [(i + 1) % period for i in range(own["block_count"])]
-        near = near if window or architecture == "gemma2" else [False] * len(near)
-        config.layer_types = ["sliding_attention" if each else "full_attention" for each in near]
+        slides = period if isinstance(period, list) else [(i + 1) % period for i in range(own["block_count"])]
+        slides = slides if window or architecture == "gemma2" else [False] * len(slides)
+        config.layer_types = ["sliding_attention" if one else "full_attention" for one in slides]
 
 
 def _set_rope(config: Any, architecture: str, own: dict[str, Any], D: int, factors: Any) -> None:
@@ -245,8 +243,8 @@ def _set_rope(config: Any, architecture: str, own: dict[str, Any], D: int, facto
     if architecture == "phi3" and scaled != base:
         _refuse(f"it scales RoPE ({scaled['rope_type']}), for which phi3 has no place")
     if architecture == "gemma3":
-        near = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10000.0)}
-        config.rope_parameters = {"full_attention": scaled, "sliding_attention": near}
+        sliding = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10000.0)}
+        config.rope_parameters = {"full_attention": scaled, "sliding_attention": sliding}
     elif own.get("rope.freq_base_swa", base["rope_theta"]) != base["rope_theta"]:
         _refuse(f"its key {architecture}.rope.freq_base_swa has no place in {config.model_type}")
     else:
@@ -259,16 +257,11 @@ def _scaling(own: dict[str, Any]) -> dict[str, Any]:
     attention = own.get("rope.scaling.attn_factor", 1.0)
     if kind == "yarn" and factor != 1:
         betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        return {
-            "rope_type": kind,
-            "factor": factor,
-            "original_max_position_embeddings": own.get(
-                "rope.scaling.original_context_length", own["context_length"]
-            ),
-            "attention_factor": attention
-            * own.get("rope.scaling.yarn_attn_factor", 1.0)
-            * (0.1 * log(factor) + 1),
-        } | {name: beta for name, beta in betas.items() if beta}
+        original = own.get("rope.scaling.original_context_length", own["context_length"])
+        attention = attention * own.get("rope.scaling.yarn_attn_factor", 1.0) * (0.1 * log(factor) + 1)
+        scaling = {"factor": factor, "original_max_position_embeddings": original}
+        scaling |= {name: beta for name, beta in betas.items() if beta}
+        return {"rope_type": kind, "attention_factor": attention, **scaling}
     if kind not in ("none", "linear", "yarn") or attention != 1:
         _refuse(f"it scales RoPE by {kind!r} with an attention factor of {attention}, which is not known")
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {}
@@ -280,9 +273,9 @@ def _llama3(config: Any, base: dict[str, Any], divisors: np.ndarray) -> dict[str
         return base
 
     def frequencies(**scaling: Any) -> torch.Tensor:
-        made = deepcopy(config)
-        made.rope_parameters = base | scaling
-        return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](made, torch.device("cpu"))[0]
+        changed = deepcopy(config)
+        changed.rope_parameters = base | scaling
+        return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](changed, torch.device("cpu"))[0]
 
     plain = frequencies(rope_type="linear", factor=1.0)
     known: dict[str, Any] = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -314,14 +307,14 @@ def _check_tensors(config: Any, keys: dict[str, Any], tensors: list[Any]) -> Non
             )
 
 
-def _tokenizer(made: Any, keys: dict[str, Any]) -> PreTrainedTokenizerFast:
+def _tokenizer(theirs: Any, keys: dict[str, Any]) -> PreTrainedTokenizerFast:
     """transformers' tokenizer, which splits, begins and ends text as the file says."""
     prefix = "tokenizer.ggml."
     own = {name.removeprefix(prefix): value for name, value in keys.items() if name.startswith(prefix)}
     for name, value in own.items():
         if name not in TOKENIZER and not name.endswith("_token_id") and value:
             _refuse(f"its key tokenizer.ggml.{name} is {str(value)[:40]!r}, which is not known")
-    model, pre, backend = own.get("model"), own.get("pre") or "default", made.backend_tokenizer
+    model, pre, backend = own.get("model"), own.get("pre") or "default", theirs.backend_tokenizer
     if model == "gpt2":
         if pre not in SPLITS:
             _refuse(f"its tokenizer splits text as {pre!r}, which is not known")
@@ -340,7 +333,7 @@ def _tokenizer(made: Any, keys: dict[str, Any]) -> PreTrainedTokenizerFast:
         _refuse(f"its tokenizer {model!r} is neither 'gpt2' nor 'llama'")
     ids = {"bos": 1, "eos": 2, "unk": 0} if model == "llama" else {}
     ids |= {name: own[f"{key}_token_id"] for name, key in SPECIAL.items() if f"{key}_token_id" in own}
-    special = {name: made.convert_ids_to_tokens(number) for name, number in ids.items()}
+    special = {name: theirs.convert_ids_to_tokens(number) for name, number in ids.items()}
     begun = own.get("add_bos_token", model == "llama" or pre in BEGUN) and "bos" in ids
     ended = own.get("add_eos_token", False) and "eos" in ids
     backend.post_processor = processors.TemplateProcessing(
@@ -350,7 +343,7 @@ def _tokenizer(made: Any, keys: dict[str, Any]) -> PreTrainedTokenizerFast:
     # The class by which tokenizer.json alone says what the tokenizer does, also when it is read again.
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=made.chat_template,
+        chat_template=theirs.chat_template,
         clean_up_tokenization_spaces=False,
         **{f"{name}_token": token for name, token in special.items()},
     )

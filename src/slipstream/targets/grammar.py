@@ -1,5 +1,5 @@
-"""Grammars over a target's tokens, by llguidance: JSON schemas, regular expressions, Lark, choices. They are
-read, and walked through, in processes of their own: `grammar_worker`."""
+"""Grammars over a target's tokens, by llguidance: JSON schemas, regular expressions, Lark, choices. Other
+processes read them, and hold the states of texts in them: `grammar_worker`."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from functools import cached_property
 from multiprocessing.connection import Connection
@@ -56,7 +55,7 @@ class Matcher:
         self._channel = server.connect()
         self.ended = 0  # the signal that ended the process
         self.vocab, self.eos = server.vocab, frozenset(server.eos)
-        self.dropped: list[int] = []  # numbers of walks that nobody holds any more
+        self.dropped: list[int] = []  # numbers of states that nobody holds any more
         memory = round(limits.memory * 2**20)
         self._channel.send((kind, text, limits.seconds, memory, gone is not None))
         while not self._channel.poll(0.05):
@@ -67,19 +66,19 @@ class Matcher:
             fault, _ = self._channel.recv()
         except (EOFError, OSError):
             fault = -1
-        if fault is not None:
-            self.close()
+        if fault is None:
+            return
+        self.close()
         if isinstance(fault, int):
             raise Beyond(f"{kind} {_beyond(fault, limits)}: make it smaller, or raise the limit")
-        if fault is not None:
-            raise ValueError(f"{kind} cannot be read: {_line(fault)}")
+        raise ValueError(f"{kind} cannot be read: {_line(fault)}")
 
     def close(self) -> None:
         """End the process, where the grammar is refused: the error holds this until the next collection."""
         self._channel.close()
 
     def ask(self, number: int, token: int | None = None) -> Any:
-        """What a walk looks like, or the number of the walk behind a token. Raises DeadEnd."""
+        """What may follow in a state, or the number of the state after a token. Raises DeadEnd."""
         dropped, self.dropped = self.dropped, []
         try:
             self._channel.send((dropped, number, token))
@@ -109,7 +108,7 @@ def _beyond(ended: int, limits: GrammarLimits | None = None) -> str:
 
 @final
 class LLWalk(GrammarState):
-    """A walk of llguidance's; `matcher` is None where the text has ended, as tokens of `eos` do."""
+    """A state of llguidance's; `matcher` is None where the text has ended, as tokens of `eos` do."""
 
     def __init__(self, matcher: Matcher | None, number: int = 0) -> None:
         self._matcher, self._number = matcher, number
@@ -121,20 +120,19 @@ class LLWalk(GrammarState):
             self._matcher.dropped.append(self._number)
 
     @cached_property
-    def _looked(self) -> tuple[list[int], bytes]:
+    def _answer(self) -> tuple[list[int], bytes]:
+        """Forced tokens, and which may follow."""
         assert self._matcher is not None
-        looked: tuple[list[int], bytes] = self._matcher.ask(self._number)
-        return looked
+        return self._matcher.ask(self._number)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, " V"] | None:
         if self._matcher is None:
             return None
         # By NumPy: torch would wake all its threads.
-        (forced, bits), vocab = self._looked, self._matcher.vocab
-        mask = np.zeros(vocab, dtype=bool)
+        (forced, bits), vocab = self._answer, self._matcher.vocab
         if forced:
-            mask[forced[0]] = True
+            mask = np.arange(vocab) == forced[0]
         else:
             known = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab, bitorder="little")
             mask = known.view(bool)
@@ -144,7 +142,7 @@ class LLWalk(GrammarState):
 
     @property
     def forced(self) -> list[int]:
-        return [] if self._matcher is None else self._looked[0]
+        return [] if self._matcher is None else self._answer[0]
 
     def advance(self, token: int) -> GrammarState | None:
         if self._matcher is None:
@@ -173,7 +171,7 @@ class LLGrammar(Grammar):
 
 
 class Server:
-    """The process that holds a target's tokens, and forks one for each grammar; it ends with this one.
+    """The process that holds a target's tokens, and forks one for each grammar. It ends with this one.
 
     Args:
         written: the target's tokenizer, as the process reads it.
@@ -200,7 +198,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def connect(self) -> Connection:
@@ -259,12 +257,15 @@ def read_grammar(
 
 def _written(kind: str, source: Any) -> str:
     """The grammar as text: a choice in Lark's form. Raises ValueError."""
-    given = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False, default=repr)
-    if len(given) > LARGEST:
-        raise ValueError(f"{kind} has {len(given):,} characters: at most {LARGEST:,} are read")
-    check_readable(given, kind)
+    text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False, default=repr)
+    if len(text) > LARGEST:
+        raise ValueError(f"{kind} has {len(text):,} characters: at most {LARGEST:,} are read")
+    check_readable(text, kind)
     if kind == "json_schema":
-        schema = _parsed(source) if isinstance(source, str) else source
+        try:
+            schema = parsed(source) if isinstance(source, str) else source
+        except ValueError as error:  # a long number's has advice for programmers behind a semicolon
+            raise ValueError(f"json_schema is no JSON: {str(error).split(';')[0]}") from error
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         if not isinstance(schema, Mapping):
@@ -278,13 +279,6 @@ def _written(kind: str, source: Any) -> str:
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"{kind} is {source!r:.60}: give it as text")
     return source
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return parsed(text)
-    except ValueError as error:  # a long number's has advice for programmers behind a semicolon
-        raise ValueError(f"json_schema is no JSON: {str(error).split(';')[0]}") from error
 
 
 def _line(message: str) -> str:
@@ -301,20 +295,16 @@ STARTING = threading.Lock()
 
 def _server(target: Target, eos: list[int]) -> Server:
     """The one of a target's tokens, started when the first grammar asks for it. Raises ValueError."""
-    with STARTING:
-        kept = SERVERS.setdefault(target, {})
-        key = tuple(eos)
-        if key not in kept or not kept[key].alive:
-            kept[key] = _started(target, eos)
-        return kept[key]
-
-
-def _started(target: Target, eos: list[int]) -> Server:
     if not isinstance(target.text, HFText):
         raise ValueError(f"target {target.name} has no tokenizer: a grammar needs its tokens' text")
-    with suppress(ValueError):  # its decoder is of another kind
-        return Server(written(target.text), target.vocab, eos)
-    return Server(_plain(target.text, target.vocab, eos), target.vocab, eos)
+    with STARTING:
+        servers, key = SERVERS.setdefault(target, {}), tuple(eos)
+        if key not in servers or not servers[key].alive:
+            try:
+                servers[key] = Server(written(target.text), target.vocab, eos)
+            except ValueError:  # its decoder is of another kind
+                servers[key] = Server(_plain(target.text, target.vocab, eos), target.vocab, eos)
+        return servers[key]
 
 
 def written(text: HFText) -> str:

@@ -1,7 +1,7 @@
 """Grammars in processes of their own, so that none can stall or end the process that asks for it.
 
 Run as a script, this is a server that holds a tokenizer and forks a process for each grammar. That process
-reads the grammar with a deep stack, and then answers questions about walks through it. It has limits: of
+reads the grammar with a deep stack, and then answers questions about texts in it. It has limits: of
 processor time and memory for reading, and of processor time for each answer. It ends with the connection to
 whoever asked. It imports no torch.
 """

@@ -20,19 +20,19 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import TreeLayout
-from slipstream.kernels import ops as kernels
-from slipstream.targets import attention_patch as ours, support
+from slipstream.kernels import ops
+from slipstream.targets import attention_patch, support
 from slipstream.targets.batch_invariance import agrees, own_noise, rounds_alike
-from slipstream.targets.cached_target import KeptTarget
+from slipstream.targets.cached_target import CachedTarget
+from slipstream.targets.decoder import Undescribed
 from slipstream.targets.decoder_target import DecoderTarget, Features
 from slipstream.targets.description import ModelDecoder
-from slipstream.targets.executor import Undescribed
 from slipstream.targets.layer_subset import between, decoder_of, own_blocks, part
 from slipstream.targets.masks import Masks, additive, dense
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantize import quantised
 from slipstream.targets.quantized import of_torchao, stored_bytes
-from slipstream.targets.shadow_model import Behind, Blocks, Taps, View, compile_forward, twin
+from slipstream.targets.shadow_model import Blocks, CompiledForward, Earlier, Taps, View, shadow_of
 
 OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
 
@@ -41,19 +41,18 @@ OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's m
 class HFTarget(DecoderTarget):
     """A Hugging Face causal LM.
 
-    The model stays the caller's. Passes run through a twin: modules of our own over the same weights, in
-    which attention is replaced and layers are compiled. Later changes of the model do not reach the twin,
-    except for weights that are changed in place, as optimizers do. Changes by `.data`, which PyTorch does not
-    count, want a new `HFTarget`.
+    The model stays the caller's. Passes run through a shadow model: modules of our own over the same weights,
+    in which attention is replaced and layers are compiled. Of later changes of the model only those of
+    weights in place reach it, as optimizers make them. Changes by `.data`, which PyTorch does not count, need
+    a new `HFTarget`.
 
     Args:
-        model: a Hugging Face causal LM. On the CPU the twin's `sdpa` attention reads grouped keys as they
-            are.
+        model: a Hugging Face causal LM.
         tokenizer: not needed if prompts are token ids.
         name: the user's name for the target.
-        compile: run layers and LM head as compiled graphs. On a CPU with bf16 instructions they keep a packed
-            copy of bf16 weights, which does not follow later changes. On a GPU rounds are also captured as
-            CUDA graphs (`decode.capture`).
+        compile: run layers and LM head as compiled graphs, and on a GPU capture rounds as CUDA graphs
+            (`engine.cuda_graphs`). On a CPU described layers stay one call of our kernels, which is quicker;
+            graphs of others keep packed copies of weights, which do not follow later changes.
         exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
             cost time; on a CPU it costs none, and is so wherever it can be.
         quantize: "int8" or "int4": decode a copy of the model whose linear layers, LM head and, on a CPU,
@@ -84,7 +83,7 @@ class HFTarget(DecoderTarget):
         support.check_model(model, config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
-        origin = getattr(model, "origin", None)  # of a quantised model that was kept
+        origin = getattr(model, "origin", None)  # of a quantised model from the cache
         self.fingerprint = origin.fingerprint if origin else support.fingerprint_of(model)
         self._weights = origin.weights if origin else model.num_parameters()
         self.model = model
@@ -92,17 +91,17 @@ class HFTarget(DecoderTarget):
             self.model = quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
         support.check_causal(self.plain)
-        self._twin: PreTrainedModel | None = twin(self.plain)
-        self.config = self.twin.config.get_text_config(decoder=True)
+        self._shadow_model: PreTrainedModel | None = shadow_of(self.plain)
+        self.config = self.shadow_model.config.get_text_config(decoder=True)
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
         self.window = support.longest_text(self.plain)
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
         self.scale, self.cap = support.scale_and_cap(self.config)
-        self.blocks = own_blocks(self.twin, self.sizes.blocks)
-        self.embed: Any = self.twin.get_input_embeddings()
-        self._head: Any = self.twin.get_output_embeddings()
+        self.blocks = own_blocks(self.shadow_model, self.sizes.blocks)
+        self.embed: Any = self.shadow_model.get_input_embeddings()
+        self._head: Any = self.shadow_model.get_output_embeddings()
         self.width = self._head.in_features
-        self.compiles, self.captures = compile, compile and self.device.type == "cuda"
+        self.compiles = self.captures = compile and self.device.type == "cuda"
         self._ours = False
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
@@ -110,29 +109,31 @@ class HFTarget(DecoderTarget):
         else:
             self._try_description()
         if exact and not self._ours:
-            raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {ours.NEEDS}")
-        if compile:
+            needs = attention_patch.NEEDS
+            raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {needs}")
+        self.compiles = compile and self.decoder is None
+        if self.compiles:
             one_call = hasattr(self._head, "product")
-            for i, each in enumerate([*self.blocks, *[self._head] * (not one_call)]):
-                compile_forward(each, self.device, i)
+            for i, module in enumerate([*self.blocks, *[self._head] * (not one_call)]):
+                module.forward = CompiledForward(module, self.device, i)
 
     def _take_ours(self) -> None:
         """Use our attention and products where they serve this model, and say what Hugging Face's own say."""
         theirs = self.config._attn_implementation
-        settable = self.twin._can_set_attn_implementation()
-        known = settable or self.config.model_type in ours.OWN_SDPA
-        self._ours = known and kernels.has_kernels(self.device, self.dtype) and not of_torchao(self.twin)
+        settable = self.shadow_model._can_set_attn_implementation()
+        known = settable or self.config.model_type in attention_patch.OWN_SDPA
+        self._ours = known and ops.load(self.device, self.dtype) and not of_torchao(self.shadow_model)
         if settable and (self._ours or theirs == "sdpa"):
-            self.twin.set_attn_implementation(ours.OURS)
+            self.shadow_model.set_attn_implementation(attention_patch.OURS)
         if self._ours:
-            if ours.called_directly(self.twin, self.config):
-                self._calls = ours.Calls()
-            ours.own_parts(self.twin, self.dtype, self.device)
+            if attention_patch.called_directly(self.shadow_model, self.config):
+                self._calls = attention_patch.Calls()
+            attention_patch.own_parts(self.shadow_model, self.dtype, self.device)
             self._try_description()
             if self.decoder is None and not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 if settable:
-                    self.twin.set_attn_implementation(theirs)
+                    self.shadow_model.set_attn_implementation(theirs)
 
     def _try_description(self) -> None:
         """Use the description of the layers only where it says what Hugging Face's modules say."""
@@ -142,7 +143,7 @@ class HFTarget(DecoderTarget):
     @cached_property
     def exactness(self) -> str:
         kinds = getattr(self.config, "layer_types", None) or [""] * len(self.blocks)
-        first = {(kinds[i], str(block)): i for i, block in reversed(list(enumerate(self.blocks)))}
+        first = {(kinds[i], str(block)): i for i, block in reversed([*enumerate(self.blocks)])}
         return "bits" if self._ours and rounds_alike(self.part(list(first.values()))) else "audited"
 
     @cached_property
@@ -151,17 +152,17 @@ class HFTarget(DecoderTarget):
         return max(super().margin, 2 * noise)  # both of two scores may be off by it
 
     @property
-    def twin(self) -> PreTrainedModel:
+    def shadow_model(self) -> PreTrainedModel:
         """The model that passes run through. Raises ValueError once the target is released."""
-        if self._twin is None:
+        if self._shadow_model is None:
             raise ValueError(self._released)
-        return self._twin
+        return self._shadow_model
 
     @cached_property
     def plain(self) -> PreTrainedModel:
-        """Another twin, with Hugging Face's own attention and layers, which is the outside baseline. A model
+        """Another one, with Hugging Face's own attention and layers, which is the outside baseline. A model
         with a softcap gets eager attention, because `sdpa` ignores the softcap without a warning."""
-        plain = twin(self.model)
+        plain = shadow_of(self.model)
         config = plain.config.get_text_config(decoder=True)
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
             plain.set_attn_implementation("eager")
@@ -175,7 +176,7 @@ class HFTarget(DecoderTarget):
 
     def release(self) -> None:
         super().release()
-        self._twin, self.blocks = None, Blocks(())
+        self._shadow_model, self.blocks = None, Blocks(())
         for name in ("plain", "_taps"):
             vars(self).pop(name, None)
 
@@ -189,13 +190,12 @@ class HFTarget(DecoderTarget):
 
     @property
     def described(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
-        return config
+        return json.loads(self.config.to_json_string(use_diff=False))
 
     @property
     def read_bytes(self) -> int:
         embedding, head = self.embed.weight, self._head.weight
-        return stored_bytes(self.twin) - (embedding is not head) * embedding.nbytes
+        return stored_bytes(self.shadow_model) - (embedding is not head) * embedding.nbytes
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer as Hugging Face does. Raises ValueError for a quantised one."""
@@ -216,19 +216,19 @@ class HFTarget(DecoderTarget):
     def part(
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
-        made = copy(self)
+        target = copy(self)
         for name in OF_PASSES:
-            vars(made).pop(name, None)
+            vars(target).pop(name, None)
         if self.decoder is None:  # a description that was tried, and found wrong, is no part's either
-            made.decoder = None
-        made._twin, made.blocks, fresh = part(self.twin, self.blocks, blocks, own, vocab)
-        made._head = made.twin.get_output_embeddings()
+            target.decoder = None
+        target._shadow_model, target.blocks, fresh = part(self.shadow_model, self.blocks, blocks, own, vocab)
+        target._head = target.shadow_model.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
-            compile_forward(module, self.device, layer)
-        return made
+            module.forward = CompiledForward(module, self.device, layer)
+        return target
 
     def trunk(self) -> dict[str, nn.Module]:
-        return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.twin, self.blocks))}
+        return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.shadow_model, self.blocks))}
 
     def states(
         self,
@@ -240,11 +240,11 @@ class HFTarget(DecoderTarget):
     ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
         masks = {}
         for kind, window in self.windows.items():
-            near = positions[:, :, None] - columns[:, None] < (window or self.window + 1)
-            masks[kind] = seen & (near | (columns < 0)[:, None])
+            in_window = positions[:, :, None] - columns[:, None] < (window or self.window + 1)
+            masks[kind] = seen & (in_window | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
-        cache = Behind(behind)
-        out = decoder_of(self.twin, self.blocks)(
+        cache = Earlier(behind)
+        out = decoder_of(self.shadow_model, self.blocks)(
             inputs_embeds=embedded,
             attention_mask=additive(masks, embedded.dtype),
             position_ids=positions,
@@ -266,12 +266,10 @@ class HFTarget(DecoderTarget):
             if self._described() is not None:
                 return super()._pass(inputs, positions, mask, cache, keep, taps)
             self._taps.watch(taps)
-            view = View(cache, self.blocks)
-            own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
-            if self._selects_rows:
-                own["logits_to_keep"] = keep
+            given: Any = inputs | ({"logits_to_keep": keep} if self._selects_rows else {})
+            view, how = View(cache, self.blocks), {"position_ids": positions, "attention_mask": mask}
             with self._calls:
-                logits = self.twin(**inputs, **own, use_cache=True).logits
+                logits = self.shadow_model(**given, **how, past_key_values=view, use_cache=True).logits
             if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
                 logits = logits[:, keep]
             features = self._taps.take(taps, cache)
@@ -289,7 +287,7 @@ class HFTarget(DecoderTarget):
 
     @cached_property
     def _taps(self) -> Taps:
-        return Taps(decoder_of(self.twin, self.blocks), self.blocks)
+        return Taps(decoder_of(self.shadow_model, self.blocks), self.blocks)
 
     def _described(self) -> ModelDecoder | None:
         """The layers in one call, where there is a description of them and nobody looks into them."""
@@ -299,17 +297,17 @@ class HFTarget(DecoderTarget):
     def decoder(self) -> ModelDecoder | None:
         ready = self._ours
         if self.device.type == "cuda":
-            has_kernels = kernels.has_kernels(self.device, self.dtype)
-            ready = has_kernels and not (self.compiles or of_torchao(self.twin))
+            known = ops.load(self.device, self.dtype)
+            ready = known and not (self.compiles or of_torchao(self.shadow_model))
         if not ready:
             return None
         try:
-            return ModelDecoder(self.twin, self.blocks, list(self.windows), self._ours)
+            return ModelDecoder(self.shadow_model, self.blocks, list(self.windows), self._ours)
         except Undescribed:
             return None
 
     def explain_non_finite(self, tokens: Sequence[int]) -> str:
-        module = support.first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
+        module = support.first_non_finite(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
             f"{module}: its weights are damaged, or {self.precision} is too narrow: load it in float32"
@@ -323,4 +321,4 @@ class HFTarget(DecoderTarget):
         return dense(layout, positions, cache, self.windows, nodes, self.dtype)
 
 
-HFTarget.register(KeptTarget)  # which becomes one when somebody asks for its modules
+HFTarget.register(CachedTarget)  # which becomes one when somebody asks for its modules

@@ -15,34 +15,28 @@ from slipstream.targets.support import SUPPORTED
 
 
 def part(
-    whole: PreTrainedModel,
-    blocks: Blocks,
-    kept: Sequence[int],
-    own: bool,
-    vocab: Int[Tensor, " Vd"] | None,
+    whole: PreTrainedModel, blocks: Blocks, which: Sequence[int], own: bool, vocab: Int[Tensor, " Vd"] | None
 ) -> tuple[PreTrainedModel, Blocks, list[tuple[nn.Module, int]]]:
-    """A model of the `kept` blocks, its blocks, and the modules made for it, with the number of each block:
-    see `Target.part`."""
-    L = len(blocks)
-    if not kept or not set(kept) <= set(range(L)):
-        raise ValueError(
-            f"a model of blocks {sorted(kept)} cannot be made: this target has 0 to {L - 1}; keep one"
-        )
-    kept = sorted(set(kept))
+    """A model of the blocks with these indices, its blocks, and the modules made for it, with the number of
+    each block: see `Target.part`."""
+    L, indices = len(blocks), sorted(set(which))
+    if not indices or not set(indices) <= set(range(L)):
+        there = f"this target has 0 to {L - 1}"
+        raise ValueError(f"a model of blocks {indices} cannot be made: {there}; keep one")
     model = _shallow(whole)
-    numbers = [blocks.numbers[i] for i in kept]
-    chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in kept], numbers)
+    numbers = [blocks.numbers[i] for i in indices]
+    chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in indices], numbers)
     fresh = list(zip(chosen, numbers, strict=True)) if own else []
     _put(model, blocks, chosen)
     decoder = decoder_of(model, chosen)
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
         decoder.config = copy(decoder.config)
-        decoder.config.layer_types = [types[i] for i in kept]
-    holder: Any = next(each for each in model.modules() if chosen in each._modules.values())
+        decoder.config.layer_types = [types[i] for i in indices]
+    holder: Any = next(module for module in model.modules() if chosen in module._modules.values())
     if crossed := getattr(holder, "cross_attention_layers", None):  # Mllama's, which text alone passes by
-        holder.cross_attention_layers = [kept.index(i) for i in crossed if i in kept]
+        holder.cross_attention_layers = [indices.index(i) for i in crossed if i in indices]
     if own:
-        decoder._modules.update({name: deepcopy(each) for name, each in between(model, chosen).items()})
+        decoder._modules.update({name: deepcopy(x) for name, x in between(model, chosen).items()})
     if vocab is not None:
         head: Any = whole.get_output_embeddings()
         narrow = rows_of_head(head, vocab)
@@ -60,9 +54,8 @@ def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
             f"Unsupported target: {model.config.model_type}: its {count} layers are not one list of modules, "
             f"each run once in a pass. {SUPPORTED}"
         )
-    made = Blocks(layers)
-    _put(model, layers, made)
-    return made
+    _put(model, layers, blocks := Blocks(layers))
+    return blocks
 
 
 def decoder_of(model: Any, blocks: nn.ModuleList) -> Any:
@@ -76,7 +69,7 @@ def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Modul
     """The modules beside the blocks between embedding and LM head: the last norm, perhaps positions."""
     decoder = decoder_of(model, blocks)
     others = (id(model.get_input_embeddings()), id(blocks))
-    return {name: each for name, each in decoder.named_children() if id(each) not in others}
+    return {name: module for name, module in decoder.named_children() if id(module) not in others}
 
 
 def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
@@ -90,7 +83,7 @@ def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
 
 
 def _shallow(module: Any) -> Any:
-    """A copy of a module with the same parts, of which each can be replaced."""
+    """A copy of a module with the same parts, each of which can be replaced."""
     shallow = copy(module)
     shallow._modules = dict(module._modules)
     return shallow

@@ -22,6 +22,47 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (has_tiles(dtype) or (dtype == torch.bfloat16 and HAS_BF16))
 
 
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """How often a weight was changed in place, which in inference mode nobody counts, and where it lies: a
+    module that is cast keeps its parameters and gives them other memory."""
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
+
+
+@dataclass
+class WeightCopy:
+    """A copy of a weight as it was at some version. A deep copy of its module does not get it: there versions
+    are counted anew."""
+
+    weight: Tensor
+    version: tuple[int, int]
+    copy: Any
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+def copy_of(module: Any, copied: Callable[[Tensor], Copy]) -> Copy:
+    """A copy of a module's weight, which the module holds. It is made again where there is another weight, or
+    it was changed in place."""
+    weight = module.weight
+    version, held = version_of(weight), module.__dict__.get("weight_copy")
+    if held is None or held.weight is not weight or held.version != version:
+        module.weight_copy = held = WeightCopy(weight, version, copied(weight.detach()))
+    return held.copy
+
+
+def packed_copy(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """A linear layer's weight, packed, see `copy_of`, and the scales of one that was stored in 8 bits."""
+
+    def packed(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not hasattr(module.weight, EIGHT):
+            return packed_weight(weight), None
+        whole, scales = whole_numbers(weight)
+        return panels(whole), scales
+
+    return copy_of(module, packed)
+
+
 class Linear(nn.Linear):
     """A linear layer by our product."""
 
@@ -34,67 +75,29 @@ class Linear(nn.Linear):
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
 
 
-def version_of(weight: Tensor) -> tuple[int, int]:
-    """How often a weight was changed in place, which in inference mode nobody counts, and where it lies: a
-    module that is cast keeps its parameters and gives them other memory."""
-    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
+class Packed(Linear):
+    """A linear layer by the product with a packed copy of the weight. Graphs read the copy that
+    `pack_for_graphs` made."""
 
-
-@dataclass(frozen=True)
-class Held:
-    """A copy of a weight as it was at some version. A copy of its module does not get it: there versions are
-    counted anew."""
-
-    weight: Tensor
-    version: tuple[int, int]
-    copy: Any
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-
-def copy_of(module: Any, copied: Callable[[Tensor], Copy]) -> Copy:
-    """A copy of a module's weight, kept beside it, and made again when there is another weight or it was
-    changed in place."""
-    weight = module.weight
-    version = version_of(weight)
-    held = module.__dict__.get("held")
-    if held is None or held.weight is not weight or held.version != version:
-        module.held = held = Held(weight, version, copied(weight.detach()))
-    copy: Copy = held.copy
-    return copy
-
-
-def packed_copy(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """A linear layer's weight, packed, see `copy_of`, and the scales of one that was stored in 8 bits."""
-    return copy_of(module, _eight_bits if hasattr(module.weight, EIGHT) else _as_it_is)
-
-
-def _as_it_is(weight: Tensor) -> tuple[Tensor, None]:
-    return packed_weight(weight), None
-
-
-def _eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    whole, scales = whole_numbers(weight)
-    return panels(whole), scales
-
-
-class Packed(nn.Linear):
-    """A linear layer by the product with a packed copy of the weight. Graphs pack it themselves."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product."""
-        return self.product(x, self.weight, self.bias)
+    weight_copy: WeightCopy
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear`. The packed copy is of this layer's own weight; one that was cast has none."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or weight is not self.weight:
+        if torch.is_grad_enabled() or weight is not self.weight:
             return F.linear(x, weight, bias)
-        packed, scales = packed_copy(self)
+        packed, scales = self.weight_copy.copy if torch.compiler.is_compiling() else packed_copy(self)
         if scales is None:
             return packed_linear(x, packed, bias, len(weight))
         out = tiled_linear(x, packed, scales)
         return out if bias is None else out + bias
+
+
+def pack_for_graphs(model: nn.Module) -> None:
+    """Pack the weights of a model's linear layers before it is compiled. Graphs take no weights in oneDNN's
+    layout, and read them as they are."""
+    for module in model.modules():
+        if type(module) is Packed and packed_copy(module)[0].is_mkldnn:
+            module.__class__ = Linear  # type: ignore[assignment]
 
 
 def own_products(
@@ -103,10 +106,10 @@ def own_products(
     """Let a model's linear layers, which are of these classes, round each row alike, whatever its
     neighbours."""
     packed = packs(dtype, device)
-    room = not packed or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
+    fits = not packed or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
     alike = (lambda *_: True) if has_tiles(dtype) else cache(_packed_rows_alike)  # ours are by construction
     for module in model.modules():
-        if room and isinstance(module, nn.Linear) and type(module) in kinds:
+        if fits and isinstance(module, nn.Linear) and type(module) in kinds:
             N, K = module.weight.shape
             module.__class__ = Packed if packed and alike(N, K, dtype) else Linear
 

@@ -8,11 +8,11 @@ import torch
 
 from slipstream.catalog import find_target
 from slipstream.files import first_line, name_of
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.kernels.build import fingerprint, processor
 from slipstream.kernels.weight_packing import HAS_BF16
-from slipstream.targets import model_cache as kept
-from slipstream.targets.cached_target import KeptTarget, write
+from slipstream.targets import model_cache
+from slipstream.targets.cached_target import CachedTarget, write
 from slipstream.targets.decoder_target import DecoderTarget
 from slipstream.targets.quantized import KINDS
 
@@ -51,7 +51,7 @@ def load_target(
             supported.
     """
     name = name_of(name, "a target")
-    place = place_of(device)
+    place = device_of(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type != "cpu" or HAS_BF16 else "float32"
     if dtype not in DTYPES:
@@ -70,30 +70,31 @@ def load_target(
         model, tokenizer = read_model(name, path, gguf, kind, rounded)
         return HFTarget(model.to(place), tokenizer, name, compile, exact, quantize)  # type: ignore[arg-type]
 
-    if not keeps or compile or not kernels.has_kernels(place, kind):
+    if not keeps or not ops.load(place, kind):
         return modules()
-    how = kind, rounded, kept.FORMAT, kept.READER, fingerprint(), processor()
+    how = kind, rounded, model_cache.FORMAT, model_cache.READER, fingerprint(), processor()
     made_of = "target", str(path), *how
-    home = kept.place_of(source, *made_of)
+    home = model_cache.place_of(source, *made_of)
 
     def same_modules() -> "HFTarget":
-        if not source.exists() or kept.place_of(source, *made_of) != home:
+        if not source.exists() or model_cache.place_of(source, *made_of) != home:
             raise ValueError(
                 f"the files of target {name} were written again since it was loaded: load it anew"
             )
         return modules()
 
-    def read(home: Path) -> KeptTarget:
-        return KeptTarget(home, kept.weights_of(source, kind, rounded), same_modules, name, kind, rounded)
+    def read(home: Path) -> CachedTarget:
+        weights = model_cache.weights_of(source, kind, rounded)
+        return CachedTarget(home, weights, same_modules, name, kind, rounded)
 
-    if (here := kept.found(home, read)) is not None:
-        return cast("HFTarget", here)  # which it becomes when somebody asks for its modules
+    if (cached := model_cache.read_cached(home, read)) is not None:
+        return cast("HFTarget", cached)  # which it becomes when somebody asks for its modules
     target = modules()
-    kept.keep(home, lambda beside: write(target, beside, read))
+    model_cache.write_cached(home, lambda directory: write(target, directory, read))
     return target
 
 
-def place_of(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
     """The device of a name. Raises ValueError where there is none."""
     try:
         place = torch.empty(0, device=device).device

@@ -1,4 +1,4 @@
-"""What each row of a pass reads: as lists of keys for our attention, or as a dense mask for anyone else's."""
+"""What each row of a pass reads: as lists of keys for our attention, or as a dense mask for any other."""
 
 from typing import Any
 
@@ -21,20 +21,20 @@ def key_lists(
     nodes: int,
     depth: int,
 ) -> Masks:
-    """Lists [B, 1, R, 3 + L], int32, as `kernels.attention` takes them.
+    """Lists [B, 1, R, 3 + L], int32, as `kernels.ops.attention` takes them.
 
-    The R new rows are the last of the round's A scratch rows. Ancestors stand before their descendants, so
+    The R new rows are the last of the step's A scratch rows. Ancestors stand before their descendants, so
     slots in rising order are positions in rising order.
 
     Args:
-        nodes: rows behind the nodes are probes, which also read memory.
+        nodes: rows after the nodes are probes, which also read memory.
         depth: how many scratch rows a row reads at most. 0: all before it and itself, as in a chain.
     """
     if isinstance(layout, SharedLayout) and list(windows.values()) == [None]:
-        given = cache.prefix, nodes, depth
-        if given not in layout.derived:
-            layout.derived[given] = _at_start(layout, windows, *given)
-        fixed, moving = layout.derived[given]
+        key = cache.prefix, nodes, depth
+        if key not in layout.derived:
+            layout.derived[key] = _at_start(layout, windows, *key)
+        fixed, moving = layout.derived[key]
         return torch.addcmul(fixed, moving, cache.lengths.int()[:, None, None])[:, None]
     return _lists(layout, positions, cache.lengths, windows, cache.prefix, nodes, depth)
 
@@ -48,7 +48,7 @@ def _lists(
     nodes: int,
     depth: int,
 ) -> Masks:
-    """The lists behind so many tokens."""
+    """The lists after so many tokens."""
     device = positions.device
     R, A = layout.visible.shape[1:]
     B, rows, scratch = len(lengths), torch.arange(R, device=device), torch.arange(A, device=device)
@@ -56,7 +56,7 @@ def _lists(
     own = positions[:, A - R :]
     memory = torch.where(rows >= nodes, P, -P).expand(B, R)
     end = (lengths if depth else lengths + rows + 1).expand(B, R)
-    every = {}
+    lists = {}
     for kind, window in windows.items():
         first, visible = torch.zeros_like(own), layout.visible.expand(B, R, A)
         if window is not None:
@@ -67,8 +67,8 @@ def _lists(
             listed = torch.where(visible, scratch, A).sort(-1).values[..., :depth]
             slots = torch.where(listed < A, listed + lengths[..., None] + P, -1)
             bounds = torch.cat([bounds, slots], -1)
-        every[kind] = bounds.int()[:, None]
-    return every if len(every) > 1 else every[kind]
+        lists[kind] = bounds.int()[:, None]
+    return lists if len(lists) > 1 else lists[kind]
 
 
 @torch.inference_mode(False)
@@ -105,19 +105,19 @@ def dense(
     if P:  # only probes read memory
         probe = torch.arange(R, device=seen.device) >= nodes
         seen = seen | ((slots < 0) & probe[:, None])
-    every = {}
+    by_kind = {}
     for kind, window in windows.items():
-        every[kind] = seen
+        by_kind[kind] = seen
         if window is not None:
             at = torch.where(new < 0, slots.expand(B, view), positions.expand(B, -1).gather(1, among))
-            every[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
-    return additive(every, dtype)
+            by_kind[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
+    return additive(by_kind, dtype)
 
 
 def additive(seen: dict[str, Tensor], dtype: torch.dtype) -> Masks:
     """Attention masks of rows [B, R] over columns [S], by attention type, as Hugging Face takes them."""
     masks = {}
-    for kind, each in seen.items():
-        zeros = torch.zeros(each.shape, dtype=dtype, device=each.device)
-        masks[kind] = zeros.masked_fill_(~each, -torch.inf)[:, None]
+    for kind, visible in seen.items():
+        zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        masks[kind] = zeros.masked_fill_(~visible, -torch.inf)[:, None]
     return masks if len(masks) > 1 else masks[kind]

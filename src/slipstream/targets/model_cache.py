@@ -1,5 +1,5 @@
-"""What was made of a model, in the user's cache under a hash of what it was made of: a later start reads it
-as it is."""
+"""What was made of a model, in the user's cache under a hash of its sources. A later start reads it as it
+is."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.files import LOADED, cache_home, read_json, read_results, update_json
 from slipstream.kernels.build import fingerprint
 
-Read = TypeVar("Read")
+Cached = TypeVar("Cached")
 DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
 FORMAT = 5  # of what is kept, and of what quantised models are rounded to
 READER = 1  # of what gguf.py sets: what an earlier one made is not taken from the cache
@@ -28,8 +28,8 @@ LINE = 64  # bytes
 
 def place_of(source: Path, *made_by: Any) -> Path:
     """The directory of what is made of a file or a model's directory, in this way."""
-    said = (_content(source), transformers.__version__, *made_by)
-    key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    sources = (_content(source), transformers.__version__, *made_by)
+    key = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
     return next(cache_home().glob(f"*-{key}"), cache_home() / f"{source.stem or 'model'}-{key}")
 
 
@@ -38,13 +38,11 @@ def _content(source: Path) -> str:
     known by its place, size and times."""
     files = [source]
     if source.is_dir():
-        files = [
-            file for file in sorted(source.iterdir()) if any(fnmatch(file.name, each) for each in LOADED)
-        ]
+        files = [x for x in sorted(source.iterdir()) if any(fnmatch(x.name, pattern) for pattern in LOADED)]
     known, news = _digests(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
     for file in files:
-        place, said = os.path.realpath(file), os.stat(file)
-        stamp = [said.st_size, said.st_mtime_ns, said.st_ctime_ns, said.st_ino]
+        place, status = os.path.realpath(file), os.stat(file)
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         if known.get(place, {}).get("stamp") != stamp:
             with open(file, "rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -74,19 +72,19 @@ def _try(write: Callable[[], Any]) -> None:
         pass
 
 
-def keep(place: Path, write: Callable[[Path], Any]) -> bool:
+def write_cached(place: Path, write: Callable[[Path], Any]) -> bool:
     """Let `write` fill a directory, which then gets this name. Whether it is there."""
 
     def whole() -> None:
         with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as home:
-            write(beside := Path(home) / "model")
-            os.rename(beside, place)
+            write(temporary := Path(home) / "model")
+            os.rename(temporary, place)
 
     _try(whole)
     return place.is_dir()
 
 
-def found(place: Path, read: Callable[[Path], Read]) -> Read | None:
+def read_cached(place: Path, read: Callable[[Path], Cached]) -> Cached | None:
     """What is read from a directory, if there is one. A damaged one is removed."""
     if place.is_dir():
         try:
@@ -97,8 +95,8 @@ def found(place: Path, read: Callable[[Path], Read]) -> Read | None:
 
 
 def save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
-    """Write tensors one behind the other, each at a whole cache line, which safetensors does not do. Returns
-    where each lies, and what it is."""
+    """Write tensors one after the other, each at a whole cache line, which safetensors does not do. Returns
+    each one's place, precision and shape."""
     places = dict[str, Any]()
     with open(file, "wb") as content:
         for name, tensor in tensors.items():
@@ -111,26 +109,23 @@ def save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
 def mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors that `save` wrote, in the file's own memory, which all processes share."""
     whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
-    made = dict[str, Tensor]()
-    for name, (start, kind, shape) in places.items():
+
+    def tensor(start: int, kind: str, shape: list[int]) -> Tensor:
         dtype: torch.dtype = getattr(torch, kind)
-        part = whole[start : start + math.prod(shape) * dtype.itemsize]
-        made[name] = part.view(dtype).view(shape)
-    return made
+        return whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    return {name: tensor(*place) for name, place in places.items()}
 
 
 def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
     """The tensors of a checkpoint's files by their names, in this precision."""
-    homes = dict[str, Any]()
-    for file in directory.glob("*.safetensors"):
-        content: Any = safe_open(file, "pt")
-        homes.update(dict.fromkeys(content.keys(), content))
+    files: list[Any] = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
+    homes = {name: content for content in files for name in content.keys()}  # noqa: SIM118
 
     def tensor_of(name: str) -> Tensor:
         if name not in homes:
             raise ValueError(f"there is no {name} in {directory}")
-        tensor: Tensor = homes[name].get_tensor(name).to(dtype)
-        return tensor
+        return homes[name].get_tensor(name).to(dtype)
 
     return tensor_of
 
@@ -149,9 +144,9 @@ def place_of_quantised(source: Path, dtype: torch.dtype, quantize: str) -> Path:
 
 def of_quantised(place: Path) -> Callable[[str], Tensor]:
     """The tensors of a quantised model in the cache by their names."""
-    said = read_json(place / LAYERS, "cache")
-    tensors = mapped(place / WEIGHTS, said["places"])
-    return lambda name: tensors[said["names"][name]]
+    record = read_json(place / LAYERS, "cache")
+    tensors = mapped(place / WEIGHTS, record["places"])
+    return lambda name: tensors[record["names"][name]]
 
 
 def tokenizer_of(place: Path, kind: str) -> Any:

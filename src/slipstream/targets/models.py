@@ -20,9 +20,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.catalog import MODELS
 from slipstream.files import first_line
-from slipstream.targets import model_cache as kept
+from slipstream.targets import model_cache
 from slipstream.targets.gguf import read_gguf
-from slipstream.targets.quantized_cache import kept_quantised
+from slipstream.targets.quantized_cache import cached_quantised
 from slipstream.targets.support import check_supported
 
 MOST = 10_000  # layers, or experts of a layer
@@ -42,11 +42,10 @@ def read_model(
     Raises:
         ValueError: see `load_target`.
     """
+    load = partial(_load, str(path) if path.exists() else name, dtype)
     if gguf is not None:
         load = partial(_load_gguf, gguf, dtype, quantize is None)
-    else:
-        load = partial(_load, str(path) if path.exists() else name, dtype)
-    return load() if quantize is None else kept_quantised(gguf or path, name, dtype, quantize, load)
+    return load() if quantize is None else cached_quantised(gguf or path, name, dtype, quantize, load)
 
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
@@ -75,14 +74,14 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
 
 def _check_config(source: str) -> None:
     """Raise ValueError for a directory whose config.json transformers would read at length, or not at all."""
-    said = PreTrainedConfig.get_config_dict(source)[0]
-    for part in (said, *(part for part in said.values() if isinstance(part, dict))):
+    config = PreTrainedConfig.get_config_dict(source)[0]
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name, count in part.items():
             if re.search("(layers?|experts)$", name) and isinstance(count, int) and count > MOST:
                 raise ValueError(
                     f"target {source!r} has {name} {count} in its config.json; at most {MOST:,} can be"
                 )
-    packed = said.get("quantization_config") or said.get("quantization") or {}
+    packed = config.get("quantization_config") or config.get("quantization") or {}
     kind = packed.get("quant_method", "MLX" if "group_size" in packed else "unknown") if packed else None
     if kind is not None and kind not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         kind = f"{packed.get('quant_algo', '')} {kind}".strip()
@@ -121,17 +120,17 @@ def _some(names: list[str], n: int = 3) -> str:
 def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> tuple[PreTrainedModel, Tokenizer]:
     """Read a GGUF file, dequantised. That takes over ten seconds, so the user's cache keeps the result,
     unless another is made of it."""
-    place = kept.place_of(file, dtype, kept.READER)
+    place = model_cache.place_of(file, dtype, model_cache.READER)
 
     def read(home: Path) -> tuple[PreTrainedModel, Tokenizer]:  # not with AutoTokenizer, see `read_gguf`
         model = _whole(str(home), pretrained_model_name_or_path=str(home), dtype=dtype)
         return model, PreTrainedTokenizerFast.from_pretrained(home)
 
-    def write(beside: Path) -> None:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+    def write(directory: Path) -> None:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
-    if (here := kept.found(place, read)) is not None:
-        return here
+    if (cached := model_cache.read_cached(place, read)) is not None:
+        return cached
     model, tokenizer = read_gguf(file, dtype)
-    return read(place) if keeps and kept.keep(place, write) else (model, tokenizer)
+    return read(place) if keeps and model_cache.write_cached(place, write) else (model, tokenizer)

@@ -64,13 +64,11 @@ class HFText(Text):
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
+        render: Any = self.tokenizer.apply_chat_template
         try:
-            bare, told = (
-                self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
-                for tools in (None, [tool])
-            )
-            written = str(told).rpartition("<tool_call>")[2].partition("</tool_call>")[0]
-            return bare != told and json.loads(written) == call
+            bare, text = (render(turns, tools=tools, tokenize=False) for tools in (None, [tool]))
+            written = str(text).rpartition("<tool_call>")[2].partition("</tool_call>")[0]
+            return bare != text and json.loads(written) == call
         except Exception:  # no JSON, such as Qwen3-Coder's XML; templates raise errors of many types
             return False
 
@@ -91,7 +89,7 @@ class HFText(Text):
         text = self._rendered(messages, ask, tools)
         if tools and self._writes(text, messages, ask):
             raise ValueError(f"the chat template of {self.name} has no tools: leave them out")
-        silent = [{key: each for key, each in turn.items() if key != "tool_calls"} for turn in messages]
+        silent = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
         if silent != list(messages) and self._writes(text, silent, ask, tools):
             raise ValueError(
                 f"the chat template of {self.name} does not write calls of tools: leave tool_calls out"
@@ -105,13 +103,13 @@ class HFText(Text):
         return False
 
     def _rendered(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
-        def written(given: Any) -> str:
-            turns, tools = given
+        def template(texts: Any) -> str:
+            turns, tools = texts
             how: Any = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask}
             return str(self.tokenizer.apply_chat_template(turns, **how))
 
         try:
-            return self._specials.render(written, [list(messages), list(tools)])
+            return self._specials.render(template, [list(messages), list(tools)])
         except Exception as error:  # templates raise errors of many types
             raise ValueError(
                 f"the chat template of {self.name} does not take these messages: {first_line(error)}"
@@ -131,20 +129,20 @@ class HFText(Text):
         word = self.written(token)
         if byte := BYTE.fullmatch(word):
             return bytes([int(byte[1], 16)])
-        return bytes(LETTERS[each] for each in word) if LETTERS.keys() >= {*word} else None
+        return bytes(map(LETTERS.__getitem__, word)) if LETTERS.keys() >= {*word} else None
 
 
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether a single prompt was given (not a list of one). Raises ValueError:
     there is no prompt, or `encode` refuses one."""
-    given: Any = _plain(prompts)
-    text = isinstance(given, (str, bytes, PurePath))
-    if not text and not isinstance(given, (list, tuple)):
+    value: Any = _plain(prompts)
+    text = isinstance(value, (str, bytes, PurePath))
+    if not text and not isinstance(value, (list, tuple)):
         raise ValueError(f"prompts is a {type(prompts).__name__}: give {FORMS}")
-    if not given:
+    if not value:
         raise ValueError("the prompt is empty" if text else "there are no prompts: give at least one")
-    single = text or isinstance(given[0], Real) or _is_message(given[0])
-    return [encode(target, prompt) for prompt in ([given] if single else given)], single
+    single = text or isinstance(value[0], Real) or _is_message(value[0])
+    return [encode(target, prompt) for prompt in ([value] if single else value)], single
 
 
 def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
@@ -155,17 +153,17 @@ def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
         ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
             refuses the messages, or text is given to a target without a tokenizer.
     """
-    given: Any = _plain(prompt)
-    if isinstance(given, PurePath):
+    value: Any = _plain(prompt)
+    if isinstance(value, PurePath):
         raise ValueError(
-            f"the prompt is the path {str(given)!r}: give what the file says, Path(…).read_text()"
+            f"the prompt is the path {str(value)!r}: give what the file says, Path(…).read_text()"
         )
-    if not isinstance(given, (str, list, tuple)):
+    if not isinstance(value, (str, list, tuple)):
         raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
-    if len(given) == 0 or (isinstance(given, str) and not given.strip()):
+    if len(value) == 0 or (isinstance(value, str) and not value.strip()):
         raise ValueError("the prompt is empty: give at least one token")
-    is_text = isinstance(given, str) or all(map(_is_message, given))
-    tokens = checked_ids(_tokenized(target, given, tools) if is_text else given, target.vocab)
+    is_text = isinstance(value, str) or all(map(_is_message, value))
+    tokens = checked_ids(_tokenized(target, value, tools) if is_text else value, target.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: its text has no tokens")
     return tokens
@@ -197,11 +195,11 @@ def check_readable(texts: Any, what: str) -> None:
             raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
 
 
-def _plain(given: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Tensors, arrays and a tokenizer's output as lists."""
-    if isinstance(given, Mapping) and "input_ids" in given:
-        return _unpadded(_plain(given["input_ids"]), _plain(given.get("attention_mask")))
-    return given.tolist() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
+    if isinstance(value, Mapping) and "input_ids" in value:
+        return _unpadded(_plain(value["input_ids"]), _plain(value.get("attention_mask")))
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
 
 
 def _unpadded(ids: Any, mask: Any) -> Any:
@@ -228,17 +226,16 @@ def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]], tools:
     return target.text.encode(list(map(message_of, prompt)), tools)
 
 
-def _is_message(given: Any) -> bool:
-    return isinstance(given, Mapping) and "input_ids" not in given
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "input_ids" not in value
 
 
 def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: content is text, "" where there are calls alone, and arguments of
     calls are values. Raises ValueError for what is no message."""
     if "role" not in message or not {"content", "tool_calls"} & message.keys():
-        raise ValueError(
-            f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"'
-        )
+        keys = ", ".join(map(str, message)) or "nothing"
+        raise ValueError(f'a message has {keys}: it needs "role" and "content"')
     content, calls = message.get("content"), message.get("tool_calls") or ()
     if isinstance(content, (list, tuple)):
         content = "".join(map(_part, content))
@@ -246,8 +243,7 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"a message's content is a {type(content).__name__}: give text")
-    made = {**message, "content": content}
-    return {**made, "tool_calls": list(map(_call, calls))} if calls else made
+    return {**message, "content": content} | ({"tool_calls": list(map(_call, calls))} if calls else {})
 
 
 def _call(call: Any) -> dict[str, Any]:

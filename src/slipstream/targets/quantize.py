@@ -11,17 +11,18 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.files import install
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets.quantized import (
     KINDS,
     Quantised,
     QuantisedEmbedding,
     QuantisedLinear,
     WholeLinear,
+    linear_of,
     of_torchao,
     parts_of,
 )
-from slipstream.targets.shadow_model import twin
+from slipstream.targets.shadow_model import shadow_of
 
 NEEDS = "float32, bfloat16 or, on a GPU, float16, and a C++ compiler or, on a GPU, Triton"
 INT4_LAYOUT, GROUP = "tile_packed_to_4d", 32  # torchao's: how a GPU reads 4 bits; weights that share a scale
@@ -47,10 +48,10 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
-    if not kernels.has_kernels(model.device, model.dtype):
-        found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
-        raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
-    copy = twin(model)
+    if not ops.load(model.device, model.dtype):
+        how = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+        raise ValueError(f"target {name} cannot be {kind} in {how}: that takes {NEEDS}")
+    copy = shadow_of(model)
     if model.device.type != "cpu":
         return on_gpu(copy, kind, name)
     embedding: Any = copy.get_input_embeddings()
@@ -58,21 +59,21 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     finer = (id(embedding.weight), id(head.weight))  # rounded to 4 bits they cost a model most
     stored: dict[int, tuple[Tensor, Tensor, int, torch.dtype]] = {}  # a weight may be embedding and LM head
 
-    def made(module: Any) -> nn.Module | None:
-        own = is_linear(module)
-        if not own and module is not embedding:
+    def replacement(module: Any) -> nn.Module | None:
+        linear = is_linear(module)
+        if not linear and module is not embedding:
             return None
         key = id(module.weight)
         if key not in stored:
             weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            packed = rounded if kind == "int8" or key in finer else kernels.int4_tiles
+            packed = rounded if kind == "int8" or key in finer else ops.int4_tiles
             stored[key] = (*packed(weight.detach()), weight.shape[1], model.dtype)
-        if own:
+        if linear:
             return QuantisedLinear(*stored[key], module.bias)
         factor = getattr(module, "embed_scale", None)
         return QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
 
-    _replace(copy, made)
+    _replace(copy, replacement)
     return copy
 
 
@@ -81,12 +82,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
 
 
-def _replace(model: nn.Module, made: Callable[[Any], nn.Module | None]) -> None:
-    """Put what is made of a model's modules in their places. None: a module stays."""
+def _replace(model: nn.Module, replacement: Callable[[Any], nn.Module | None]) -> None:
+    """Replace a model's modules. None: a module stays."""
     for module in list(model.modules()):
         for child, part in module.named_children():
-            if (replaced := made(part)) is not None:
-                setattr(module, child, replaced)
+            if (new := replacement(part)) is not None:
+                setattr(module, child, new)
 
 
 def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
@@ -96,39 +97,35 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     head = copy.get_output_embeddings()
     _replace(copy, lambda part: _turned(part) if isinstance(part, Conv1D) else None)
     if kind == "int4":
-        _four_bits(copy, name, lambda part: part is not head and part.in_features % GROUP == 0)
+        try:
+            from torchao.quantization import Int4WeightOnlyConfig, quantize_
+        except ImportError as error:
+            raise ValueError(
+                f"target {name} cannot be int4 on {copy.device} without torchao: {install('gpu')}"
+            ) from error
+        four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
+        quantize_(copy, four, lambda m, _: is_linear(m) and m is not head and m.in_features % GROUP == 0)
 
     def eight_bits(part: Any) -> nn.Module | None:
         if not is_linear(part) or parts_of(part.weight):
             return None
-        whole = kernels.whole_numbers(part.weight.detach())
+        whole = ops.whole_numbers(part.weight.detach())
         return WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
 
     _replace(copy, eight_bits)
     return copy
 
 
-def _four_bits(copy: PreTrainedModel, name: str, narrow: Callable[[nn.Linear], bool]) -> None:
-    try:
-        from torchao.quantization import Int4WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ValueError(
-            f"target {name} cannot be int4 on {copy.device} without torchao: {install('gpu')}"
-        ) from error
-    four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
-    quantize_(copy, four, lambda module, _: is_linear(module) and narrow(module))
-
-
 def _turned(module: Any) -> nn.Linear:
     """GPT-2's linear layer, whose weight lies [K, N], as one of torch's."""
-    made = nn.Linear(1, 1, module.bias is not None, device="meta")
-    made.weight, made.bias = nn.Parameter(module.weight.t().contiguous(), requires_grad=False), module.bias
-    return made
+    linear = linear_of(module.weight.t().contiguous(), None)
+    linear.bias = module.bias
+    return linear
 
 
 @torch.no_grad()
 def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
-    """A weight as whole numbers from -127 to 127, in the order of `kernels.int8_tiles`, and the rows'
+    """A weight as whole numbers from -127 to 127, in the order of `kernels.ops.int8_tiles`, and the rows'
     scales."""
-    whole, scales = kernels.whole_numbers(weight)
-    return kernels.int8_tiles(whole), scales
+    whole, scales = ops.whole_numbers(weight)
+    return ops.int8_tiles(whole), scales

@@ -1,5 +1,5 @@
-"""Linear layers, embeddings and LM heads with weights of 8 or 4 bits: on a CPU by `kernels.tiled_linear`, on
-a GPU by `kernels.linear`, where torchao has the 4 bits."""
+"""Linear layers, embeddings and LM heads with weights of 8 or 4 bits: on a CPU by `ops.tiled_linear`, on a
+GPU by `ops.linear`, where torchao has the 4 bits."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 
 KINDS = ("int8", "int4")
 
@@ -17,7 +17,7 @@ class Quantised(nn.Module):
     """A weight [N, K] of 8 bits, rounded by a scale for each row, its largest magnitude / 127, or of 4 bits.
 
     Attributes:
-        weight: in the order of `kernels.int8_tiles` or of `int4_tiles`; on a GPU as it is.
+        weight: in the order of `kernels.ops.int8_tiles` or of `int4_tiles`; on a GPU as it is.
         scales: float32, of each row.
         dtype: of the model's states.
     """
@@ -34,8 +34,8 @@ class Quantised(nn.Module):
     def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
         """Some rows of the weight, as states are."""
         if self.weight.dtype == torch.int8:
-            return kernels.int8_rows(self.weight, self.scales, which, self.width, self.dtype)
-        whole = kernels.int4_rows(self.weight, which)[..., : self.width]
+            return ops.int8_rows(self.weight, self.scales, which, self.width, self.dtype)
+        whole = ops.int4_rows(self.weight, which)[..., : self.width]
         return (whole * self.scales[which][..., None]).to(self.dtype)
 
 
@@ -66,7 +66,7 @@ class QuantisedLinear(Quantised):
         return self._product(x, weight, bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = kernels.tiled_linear(x, weight, self.scales)
+        out = ops.tiled_linear(x, weight, self.scales)
         return out if bias is None else out + bias
 
 
@@ -79,7 +79,7 @@ class WholeLinear(QuantisedLinear):
         return (self.weight[which] * self.scales[which][..., None]).to(self.dtype)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return kernels.linear(x, weight, bias, self.scales)
+        return ops.linear(x, weight, bias, self.scales)
 
 
 class QuantisedEmbedding(Quantised):
@@ -128,11 +128,11 @@ def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
 
 def linear_of(weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> nn.Linear:
     """The linear layer of a weight, which does not learn."""
-    made = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
+    linear = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def stored_bytes(model: nn.Module) -> int:

@@ -55,30 +55,27 @@ class RecordedTarget(Target):
         self.lengths = torch.tensor([len(row) for row in rows], device=self.device)
         features = [target.features([row], taps) for row in rows]
         self._features = torch.cat([F.pad(f, (0, 0, 0, longest - f.shape[1])) for f in features])
-        self._widths = target.widths(taps)
 
-    def tapped(self, taps: Sequence[str]) -> Float[Tensor, "B S F"]:
-        """The features of some of the taps, in that order; meaningless in the padding."""
-        return self._some(self._features, taps)
-
-    def _some(self, features: Float[Tensor, "*n F"], taps: Sequence[str]) -> Float[Tensor, "*n G"]:
-        """Some of the taps of what was recorded."""
-        every = dict(zip(self.taps, features.split(self._widths, -1), strict=True))
-        return torch.cat([features[..., :0], *(every[tap] for tap in taps)], -1)
+    def tapped(self, taps: Sequence[str], at: Any = ()) -> Float[Tensor, "*n F"]:
+        """The features of some of the taps, in that order, of all tokens or `at` some; meaningless in the
+        padding."""
+        features = self._features[at]
+        by_tap = dict(zip(self.taps, features.split(self.target.widths(self.taps), -1), strict=True))
+        return torch.cat([features[..., :0], *(by_tap[tap] for tap in taps)], -1)
 
     def part_of(self, taps: Sequence[str]) -> "RecordedTarget":
         """The same texts with some of the taps."""
-        made = copy(self)
-        made.taps, made._widths, made._features = tuple(taps), self.target.widths(taps), self.tapped(taps)
-        return made
+        part = copy(self)
+        part.taps, part._features = tuple(taps), self.tapped(taps)
+        return part
 
     def with_states(self, tap: str, states: Float[Tensor, "B S H"]) -> "RecordedTarget":
         """The same texts with other states at a tap."""
-        made = copy(self)
-        at = sum(self._widths[: self.taps.index(tap)])
-        made._features = self._features.clone()
-        made._features[..., at : at + states.shape[-1]] = states
-        return made
+        changed = copy(self)
+        at = sum(self.target.widths(self.taps[: self.taps.index(tap)]))
+        changed._features = self._features.clone()
+        changed._features[..., at : at + states.shape[-1]] = states
+        return changed
 
     def without(self, start: int) -> "RecordedTarget":
         """The texts without their first tokens, which the target reads again, not having seen those."""
@@ -96,8 +93,7 @@ class RecordedTarget(Target):
         at, text = at.clamp(max=self.tokens.shape[1] - 2), cache.texts[:, None]
         wanted = at if rows is None else at.gather(1, rows)
         nexts = self.tokens[text, wanted + 1].float()
-        features = self._some(self._features[text, at], taps) if taps else None
-        return Output(nexts[..., None], features, 0.0)
+        return Output(nexts[..., None], self.tapped(taps, (text, at)) if taps else None, 0.0)
 
     @staticmethod
     def law(
@@ -122,11 +118,8 @@ class RecordedTarget(Target):
     @torch.inference_mode()
     def greedy_share(self) -> float:
         """The share of the answers' tokens that are the target's likeliest."""
-        right, total = 0, 0
-        for tokens, logits in self.answers():
-            right += int((logits.argmax(-1) == tokens).sum())
-            total += len(tokens)
-        return right / total
+        likeliest = torch.cat([logits.argmax(-1) == tokens for tokens, logits in self.answers()])
+        return int(likeliest.sum()) / len(likeliest)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
         return KVCache(0, batch, self.device)

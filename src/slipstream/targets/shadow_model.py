@@ -1,9 +1,9 @@
-"""A Hugging Face model's twin, what replaces its parts (cache, compiled modules' `forward`), and what looks
-into it."""
+"""The shadow model of a Hugging Face model, what replaces its parts (cache, compiled modules' `forward`), and
+what looks into it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -12,18 +12,17 @@ from transformers import Cache
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.kv_cache import KVCache, LayerView
-from slipstream.kernels.compiled import Backend, backend_for, compiled, freed, freed_view, graph_of
+from slipstream.kernels.compiled import compiled, freed, freed_view
 from slipstream.targets.hidden_states import index_of, side_by_side
+from slipstream.targets.linear import pack_for_graphs
 
 Model = TypeVar("Model", bound=nn.Module)
 LOOKS = "looks"  # marks a hook of ours, which described layers do not need
 
 
-def twin(model: Model) -> Model:
-    """The same model in eval mode: new modules over the same memory.
-
-    The two share changes of weights in place, and nothing else: no module, mode, configuration or gradient.
-    """
+def shadow_of(model: Model) -> Model:
+    """The same model in eval mode: new modules over the same memory. The two share changes of weights in
+    place, and nothing else: no module, mode, configuration or gradient."""
     weights = {  # quantised weights have types of their own, which carry more than numbers: they are shared
         id(p): nn.Parameter(p.detach(), requires_grad=False) if type(p) is nn.Parameter else p
         for p in model.parameters()
@@ -53,16 +52,12 @@ class View(Cache):
 
     Args:
         blocks: the model's layers in their order.
-
-    Attributes:
-        first: the pass's first call of each kind of compiled layer.
     """
 
     def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
         super().__init__(layers=[])
         self._cache = cache
         self._place = {number: place for place, number in enumerate(blocks.numbers if blocks else ())}
-        self.first: dict[Backend, First | None] = {}
 
     @property
     def stored(self) -> bool:
@@ -89,7 +84,7 @@ class View(Cache):
         return self._cache.layers
 
 
-class Behind(Cache):
+class Earlier(Cache):
     """Keys and values that a pass reads before its own. Nothing is written in place, so gradients flow.
 
     Args:
@@ -114,79 +109,22 @@ class Behind(Cache):
         return 0
 
 
-class First(NamedTuple):
-    """The first call of a kind of layer in a pass, whose graph later layers take without Dynamo's checks.
+class CompiledForward:
+    """Replaces the `forward` of a module by compiled graphs, which all modules of its class share.
 
-    Attributes:
-        given: its arguments, with `View` in the place of the view, and the names of those that have one.
-        tensors: the ids of all tensors among them.
-        graph: see `graph_of`.
+    Args:
+        layer: the module's number among its model's layers.
     """
 
-    given: tuple[Any, ...]
-    tensors: frozenset[int]
-    graph: Any
-
-    @classmethod
-    def of(cls, given: tuple[Any, ...], graph: Callable[..., Any] | None) -> "First | None":
-        """None where there is no graph, or other arguments than values that nobody can change."""
-        tensors = [id(x) for x in _leaves(given) if isinstance(x, Tensor)]
-        fixed = all(isinstance(x, (Tensor, bool, str, type, type(None))) for x in _leaves(given))
-        once = len(set(tensors)) == len(tensors)
-        return None if graph is None or not (fixed and once) else cls(given, frozenset(tensors), graph)
-
-    def fits(self, given: tuple[Any, ...]) -> bool:
-        """Whether Dynamo would find the same of other arguments: all are the same objects, but for the
-        states, one tensor of the same layout that was not among them."""
-        changed = [(x, y) for x, y in zip(given, self.given, strict=False) if x is not y]
-        if len(given) != len(self.given) or len(changed) != 1:
-            return False
-        (new, old), *_ = changed
-        return id(new) not in self.tensors and _layout(new) == _layout(old) != ()
-
-
-def _leaves(given: tuple[Any, ...]) -> Iterator[Any]:
-    for x in given:
-        yield from _leaves(x) if type(x) is tuple else (x,)
-
-
-def _layout(x: Any) -> tuple[Any, ...]:
-    return (x.shape, x.stride(), x.dtype) if type(x) is Tensor else ()
-
-
-class StandIn:
-    """Replaces the `forward` of a module by compiled graphs, which all modules of its kind share."""
-
     def __init__(self, module: nn.Module, device: torch.device, layer: int = 0) -> None:
-        self.plain, self._module = module.forward, module
-        self._backend = backend_for(module)
-        self._compiled = compiled(module.forward, device, self._backend)
-        self._layer = layer
+        pack_for_graphs(module)
+        self._plain, self._layer = module.forward, layer
+        self._compiled = compiled(module.forward, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
-        if view is not None and not view.stored:
-            return self.plain(*args, **kwargs)
-        # The view holds its first calls: a call that held the view would keep its tensors alive.
-        given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
-        first = None if view is None else view.first.get(self._backend)
-        if view is not None and first is not None and first.fits(given):
-            return self._alone(first.graph, view, args, kwargs)
-        owned = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
-        graph = graph_of(self.plain, self._backend, *owned)
-        says = self._compiled(*owned[0], **owned[1]) if graph is None else None
-        if view is not None and self._backend not in view.first:
-            graph = graph or graph_of(self.plain, self._backend, *owned)
-            view.first[self._backend] = First.of(given, graph)
-        return graph(self._module, *owned[0], **owned[1]) if says is None else says
-
-    def _alone(
-        self, graph: Callable[..., Any], view: View, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What a graph says of this layer's module and its part of the cache."""
-        mine = view.of(self._layer)
-        args = tuple(mine if x is view else x for x in args)
-        return graph(self._module, *args, **{name: mine if x is view else x for name, x in kwargs.items()})
+        if any(isinstance(x, View) and not x.stored for x in (*args, *kwargs.values())):
+            return self._plain(*args, **kwargs)
+        return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
 
     def _own(self, x: Any) -> Any:
         """An argument as the graphs take it: tensors of any size, and this layer's part of the cache."""
@@ -195,11 +133,6 @@ class StandIn:
         if isinstance(x, View):
             return x.of(self._layer)
         return tuple(map(self._own, x)) if type(x) is tuple else x
-
-
-def compile_forward(module: nn.Module, device: torch.device, layer: int = 0) -> None:
-    """Run a module as a compiled graph from now on."""
-    module.forward = StandIn(module, device, layer)
 
 
 class Taps:

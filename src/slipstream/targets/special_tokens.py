@@ -45,18 +45,18 @@ class Specials:
         longest_first = sorted(filter(None, self._tokens), key=len, reverse=True)
         self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def render(self, template: Callable[[Any], str], given: Any) -> Rendered:
-        """What `template` writes of `given`: nested lists and mappings of texts."""
-        texts = list(texts_in(given, keys=True))
-        if not any(map(self._any.search, texts)):
-            return Rendered(template(given))
-        taken = set("".join(texts))
+    def render(self, template: Callable[[Any], str], texts: Any) -> Rendered:
+        """What `template` writes of `texts`: nested lists and mappings of texts."""
+        strings = list(texts_in(texts, keys=True))
+        if not any(map(self._any.search, strings)):
+            return Rendered(template(texts))
+        taken = set("".join(strings))
         free = (sign for sign in map(chr, SIGNS) if sign.isprintable() and sign not in taken)
         signs = dict(zip(sorted({token[0] for token in self._tokens if token}), free, strict=False))
-        masked = template(self._masked(given, signs))
-        made = Rendered(masked.translate(back := {ord(sign): first for first, sign in signs.items()}))
-        made.masked, made.signs = masked, back
-        return made
+        masked, back = template(self._masked(texts, signs)), {ord(sign): x for x, sign in signs.items()}
+        text = Rendered(masked.translate(back))
+        text.masked, text.signs = masked, back
+        return text
 
     def ids(self, text: Rendered) -> list[int]:
         """Token ids of a rendered text with stand-ins. Raises ValueError if the tokenizer cannot do it."""
@@ -65,46 +65,45 @@ class Specials:
                 "a message writes a special token, which this tokenizer cannot read as text: leave it out"
             )
         renamed = self._renamed
-        named = self._any.sub(lambda found: renamed.names[found[0]], text.masked).translate(text.signs)
-        made = renamed.tokenizer.encode(named, add_special_tokens=False).ids
-        return [renamed.ids.get(token, token) for token in made]
+        named = self._any.sub(lambda match: renamed.names[match[0]], text.masked).translate(text.signs)
+        ids = renamed.tokenizer.encode(named, add_special_tokens=False).ids
+        return [renamed.ids.get(token, token) for token in ids]
 
     @cached_property
     def _renamed(self) -> Renamed:
         backend: Any = self._tokenizer
-        made = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-        for token in made["added_tokens"]:
+        record = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        for token in record["added_tokens"]:
             token["special"] = token["content"] in self._tokens
-        tokenizer = Tokenizer.from_str(json.dumps(made))
+        tokenizer = Tokenizer.from_str(json.dumps(record))
         tokenizer.encode_special_tokens = True  # as text
         how = ("single_word", "lstrip", "rstrip")
         names = {token: f"\ufdd0{token_hex(16)}\ufdd0" for token in self._tokens}
         for token, i in self._tokens.items():
             like = self._tokenizer.added_tokens_decoder[i]
-            named = AddedToken(names[token], normalized=False, **{each: getattr(like, each) for each in how})
+            named = AddedToken(names[token], normalized=False, **{key: getattr(like, key) for key in how})
             tokenizer.add_tokens([named])
-        made_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
-        ids = {i: token for i, token in made_ids if i is not None}
-        return Renamed(tokenizer, names, ids)
+        new_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
+        return Renamed(tokenizer, names, {i: token for i, token in new_ids if i is not None})
 
-    def _masked(self, given: Any, signs: Mapping[str, str]) -> Any:
-        if isinstance(given, str):
-            while self._any.search(given):  # again where two overlap
-                given = self._any.sub(lambda found: signs[found[0][0]] + found[0][1:], given)
-            return given
-        if isinstance(given, Mapping):
-            return {self._masked(key, signs): self._masked(each, signs) for key, each in given.items()}
-        return [self._masked(each, signs) for each in given] if isinstance(given, (list, tuple)) else given
+    def _masked(self, texts: Any, signs: Mapping[str, str]) -> Any:
+        if isinstance(texts, str):
+            while self._any.search(texts):  # again where two overlap
+                texts = self._any.sub(lambda match: signs[match[0][0]] + match[0][1:], texts)
+            return texts
+        if isinstance(texts, Mapping):
+            return {self._masked(key, signs): self._masked(value, signs) for key, value in texts.items()}
+        return [self._masked(part, signs) for part in texts] if isinstance(texts, (list, tuple)) else texts
 
 
-def texts_in(given: Any, keys: bool = False) -> Iterator[str]:
+def texts_in(value: Any, keys: bool = False) -> Iterator[str]:
     """Every text in nested lists and mappings, in order; `keys`: those of mappings, too."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping):
-        for key, each in given.items():
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
             yield from texts_in(key, keys) if keys else ()
-            yield from texts_in(each, keys)
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from texts_in(each, keys)
+            yield from texts_in(entry, keys)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from texts_in(entry, keys)

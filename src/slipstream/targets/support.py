@@ -66,8 +66,8 @@ def check_supported(
     if unknown := layers - set(LAYERS_KNOWN):
         refuse(f"layers of type {', '.join(sorted(unknown))} use a mask that is not implemented")
     ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for each in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type
-        if (rope := each.get("rope_type", each.get("type"))) in ROPE_REFUSED:
+    for entry in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type
+        if (rope := entry.get("rope_type", entry.get("type"))) in ROPE_REFUSED:
             refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch")
 
 
@@ -119,13 +119,10 @@ def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
 def check_embedding(model: Any, embed: Any) -> None:
     """Raise ValueError for a model that looks its tokens up again behind the embedding, as Gemma 3n's blocks
     do. Rows that are no tokens, such as BiTA's masks, cannot be read beside tokens then."""
-    text = (
-        torch.arange(1, 5, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
-    )
-    one, other = (
-        model(**{name: given}, use_cache=False).logits.double()
-        for name, given in (("input_ids", text), ("inputs_embeds", embed(text)))
-    )
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    text = torch.arange(1, 5, device=model.device)[None] % vocab
+    inputs: list[dict[str, Any]] = [{"input_ids": text}, {"inputs_embeds": embed(text)}]
+    one, other = (model(**how, use_cache=False).logits.double() for how in inputs)
     if _differ(one, other, LEAK):
         raise ValueError(
             f"{model.config.model_type} reads tokens beside their embeddings, and so no masks: take another "
@@ -140,7 +137,7 @@ def longest_text(model: Any) -> int:
     attention has changes the logits when it is two tokens.
 
     Args:
-        model: a twin, whose window is another one for a pass.
+        model: a shadow model, whose window is another one for a pass.
     """
     config = model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "keep_window_size"))
@@ -152,18 +149,16 @@ def longest_text(model: Any) -> int:
         return longest
     text = torch.arange(1, 7, device=model.device)[None] % config.vocab_size
     whole = model(input_ids=text, use_cache=False).logits
-    holders: list[Any] = [
-        holder for each in model.modules() for holder in (each, getattr(each, "config", None))
-    ]
-    windows = [(each, window) for each in holders if (window := getattr(each, "sliding_window", None))]
+    holders: list[Any] = [x for module in model.modules() for x in (module, getattr(module, "config", None))]
+    windows = [(holder, window) for holder in holders if (window := getattr(holder, "sliding_window", None))]
     try:
-        for each, _ in windows:
-            each.sliding_window = 2
-        near = model(input_ids=text, use_cache=False).logits
+        for holder, _ in windows:
+            holder.sliding_window = 2
+        narrow = model(input_ids=text, use_cache=False).logits
     finally:
-        for each, window in windows:
-            each.sliding_window = window
-    return min(longest, *windows_named) if torch.equal(near, whole) else longest
+        for holder, window in windows:
+            holder.sliding_window = window
+    return min(longest, *windows_named) if torch.equal(narrow, whole) else longest
 
 
 def fingerprint_of(model: Any) -> str:
@@ -189,7 +184,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 @torch.inference_mode()
-def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
+def first_non_finite(model: Any, tokens: Sequence[int]) -> str | None:
     """The first module that returns numbers which are not finite in a pass over a text; None if none does."""
     non_finite: list[str] = []
 

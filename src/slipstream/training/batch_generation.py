@@ -16,7 +16,7 @@ from transformers import AttentionInterface, Cache
 
 from slipstream.engine.cuda_graphs import cuda_graph
 from slipstream.targets.hf import HFTarget
-from slipstream.targets.shadow_model import twin
+from slipstream.targets.shadow_model import shadow_of
 
 WIDE = "slipstream_wide"
 SPAN = 128  # slots by which what a step reads grows
@@ -102,7 +102,7 @@ class Wide:
 
     def __init__(self, target: HFTarget, eos: Iterable[int], slots: int | None = None) -> None:
         self.target, self.device = target, target.device
-        self.model = twin(target.model)
+        self.model = shadow_of(target.model)
         self.model.set_attn_implementation(WIDE)
         sizes = target.sizes
         self._shape = sizes.blocks, sizes.num_key_value_heads, sizes.head_dim
