@@ -1,7 +1,9 @@
 """What a table or a figure of a paper compares, as figures that are measured here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 PREDICTED = {  # along the target's recorded answers
     "τ": "tokens a target pass",
@@ -22,7 +24,8 @@ JUDGED = {  # of the guesses behind right ones, by the drafter's own confidence
     "calibration error": "mean distance of confidence and acceptance over ten bins",
 }
 PREDICTION, RACE, CONFIDENCE = "prediction", "race", "confidence"  # how figures are measured
-VANILLA, HF = "vanilla", "hf_generate"
+BASELINES = VANILLA, HF = "vanilla", "hf_generate"
+MEDUSA, SMALL = "medusa:tree=best-first-3x16", "draft-model:tree=chain-5"  # beside several papers' heads
 
 
 @dataclass(frozen=True)
@@ -107,53 +110,45 @@ class Entry:
         return list(dict.fromkeys([*(line.figure for line in self.lines), *compared]))
 
 
-def alike(head: str) -> str:
-    """A note for what compares heads that were trained in several ways."""
-    return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."
+def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) -> Figure:
+    """A figure, by default on MT-bench. At T > 0 a drafter draws its children, as Algorithm 1 verifies them
+    (EAGLE, appendix A.2), unless it names another proposal."""
+    if T and drafter not in BASELINES and "proposal=" not in drafter:
+        drafter += ",proposal=sampled"
+    return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
 
 
-def drawn(drafter: str, temperature: float) -> str:
-    """At T > 0 a drafter draws its children, as Algorithm 1 verifies them (EAGLE, appendix A.2), unless it
-    names another proposal."""
-    return f"{drafter},proposal=sampled" if temperature and "proposal=" not in drafter else drafter
+tau, speed, alpha = (partial(figure, kind) for kind in ("τ", "× plain", "α"))
+
+
+def line(row: str, drafter: str, kind: str, paper: float | None = None, *sets: str, T: float = 0.0) -> Line:
+    """A cell in the column of its kind."""
+    return Line(row, f"{kind}, T = {T:g}" if T else kind, figure(kind, drafter, *sets, T=T), paper)
 
 
 def by_set(
-    rows: Mapping[str, str],
-    sets: Sequence[str],
-    kind: str,
-    paper: Mapping[str, Sequence[float]],
-    temperature: float = 0.0,
-) -> tuple[Line, ...]:
-    """A row a drafter and a column a set. `paper`: its figures, by row."""
-    at = f", T = {temperature:g}" if temperature else ""
-    return tuple(
-        Line(
-            row,
-            f"{name} {kind}{at}",
-            Figure(drawn(drafter, temperature), (name,), kind, temperature),
-            paper[row][i] if row in paper else None,
-        )
-        for row, drafter in rows.items()
-        for i, name in enumerate(sets)
-    )
-
-
-def n_alpha(
-    row: str, chain: str, name: str, paper: Sequence[float | None], temperature: float = 0.0
+    row: str, drafter: str, kind: str, sets: Sequence[str], paper: Sequence[float] = (), T: float = 0.0
 ) -> list[Line]:
-    """n-α of a chain of five, for n = 0 … 4."""
-    at, chain = f", T = {temperature:g}" if temperature else "", drawn(chain, temperature)
+    """A row with a column for each set."""
+    at = f", T = {T:g}" if T else ""
+    figures = zip_longest(sets, paper)
     return [
-        Line(row, f"{n}-α{at}", Figure(chain, (name,), f"{n}-α", temperature), paper[n]) for n in range(5)
+        Line(row, f"{name} {kind}{at}", figure(kind, drafter, name, T=T), value) for name, value in figures
     ]
 
 
-def over(text: str, left: Figure, right: Figure, times: float = 1.0) -> Claim:
-    """The left figure exceeds the right one."""
-    return Claim(text, left, right, times=times)
+def by_batch(row: str, drafter: str, paper: dict[int, float | None]) -> tuple[Line, ...]:
+    """A row of speeds with a column for each number of texts at once."""
+    return tuple(Line(row, f"batch {n}", speed(drafter, batch=n), value) for n, value in paper.items())
 
 
-def near(text: str, left: Figure, right: Figure, within: float) -> Claim:
-    """The figures lie within this distance."""
-    return Claim(text, left, right, within)
+def n_alpha(
+    row: str, chain: str, paper: Sequence[float | None] = (None,) * 5, name: str = "mt_bench", T: float = 0.0
+) -> list[Line]:
+    """The n-α of a chain of five, for n = 0 … 4."""
+    return [line(row, chain, f"{n}-α", paper[n], name, T=T) for n in range(5)]
+
+
+def alike(head: str) -> str:
+    """A note for what compares heads that were trained in several ways."""
+    return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."

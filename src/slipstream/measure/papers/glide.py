@@ -1,47 +1,37 @@
 """GLIDE with a CAPE (Du et al. 2024): Tables 1–4 and Figures 1b, 4–9."""
 
+from functools import partial
 from itertools import pairwise
 
-from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, alike, by_set, drawn, near, over
+from slipstream.measure.papers.entry import (
+    MEDUSA,
+    VANILLA,
+    Claim,
+    Entry,
+    alike,
+    alpha,
+    by_batch,
+    by_set,
+    figure,
+    line,
+    speed,
+    tau,
+)
 
-MT = ("mt_bench",)
 SETS = ("gsm8k", "alpaca", "humaneval")  # the paper: GSM8K, Finance-Alpaca, Spider, Code-Python
 CHAIN, CAPE, FIXED = "glide:tree=chain-5", "glide:tree=cape-5x32", "glide:tree=cape-5x32-4"
-BEAMS = {"beam 4": "glide:tree=beam-5x4", "beam 8": "glide:tree=beam-5x8"}
-MEDUSA = "medusa:tree=best-first-3x16"
-TREES = {"Medusa": MEDUSA, "GLIDE": CHAIN, **BEAMS, "fixed": FIXED, "CAPE": CAPE}
+BEAM_4, BEAM_8 = "glide:tree=beam-5x4", "glide:tree=beam-5x8"
+TREES = {"Medusa": MEDUSA, "GLIDE": CHAIN, "beam 4": BEAM_4, "beam 8": BEAM_8, "fixed": FIXED, "CAPE": CAPE}
+DRAFT_MODEL, BLIND, MIDDLE, LOW, TWO, OWN_TEXT, READY_TEXT = (
+    f"{name}:tree=chain-5"
+    for name in ("distilled", "blind", "glide_middle", "glide_low", "glide_two", "glide_hard", "glide_ready")
+)
+WIDTHS = {width: f"glide_{width}:tree=chain-5" for width in (384, 768, 1536)}
+CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fasteagle:tree=chain-3"}
 DATA = "Finance-Alpaca stands for instructions and Code-Python for code; Spider is left out."
 ALIKE = alike("glide")
-CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fasteagle:tree=chain-3"}
-ARMS = {  # name: what it is
-    "blind": "without glimpses",
-    "glide_low": "block 3's cache",
-    "glide_middle": "block 16's cache",
-    "glide_two": "two layers",
-}
-LOWER = ("glide_middle", "glide_low")
-WIDTHS = {width: f"glide_{width}:tree=chain-5" for width in (384, 768, 1536)}
 
-
-def _alpha(drafter: str, temperature: float = 0.0) -> Figure:
-    return Figure(drafter, SETS, "α", temperature)
-
-
-def _arm(name: str) -> str:
-    return f"{name}:tree=chain-5"
-
-
-DRAFTERS = {"GLIDE": CHAIN, "draft model": _arm("distilled")}
-OWN, READY = _arm("glide_hard"), _arm("glide_ready")
-
-
-def _speed(drafter: str, batch: int = 1) -> Figure:
-    return Figure(drafter, MT, "× plain", 0.0, batch)
-
-
-def _drafting(drafter: str) -> Figure:
-    return Figure(drafter, MT, "draft ms")
-
+drafting = partial(figure, "draft ms")
 
 ENTRIES = (
     Entry(
@@ -49,25 +39,26 @@ ENTRIES = (
         "acceptance rate and cost of GLIDE beside a draft model of its own",
         "Vicuna 7B, of GLIDE beside LLAMA-68m",
         (
-            *by_set(DRAFTERS, SETS, "α", {}),
-            *by_set(DRAFTERS, SETS, "α", {}, 1.0),
-            *(
-                Line(row, kind, Figure(each, MT, kind))
-                for row, each in DRAFTERS.items()
-                for kind in ("c", "E")
-            ),
+            *by_set("GLIDE", CHAIN, "α", SETS),
+            *by_set("draft model", DRAFT_MODEL, "α", SETS),
+            *by_set("GLIDE", CHAIN, "α", SETS, T=1),
+            *by_set("draft model", DRAFT_MODEL, "α", SETS, T=1),
+            line("GLIDE", CHAIN, "c"),
+            line("GLIDE", CHAIN, "E"),
+            line("draft model", DRAFT_MODEL, "c"),
+            line("draft model", DRAFT_MODEL, "E"),
         ),
         (
-            over("GLIDE's α exceeds the draft model's", _alpha(CHAIN), _alpha(DRAFTERS["draft model"])),
-            over(
+            Claim("GLIDE's α exceeds the draft model's", alpha(CHAIN, *SETS), alpha(DRAFT_MODEL, *SETS)),
+            Claim(
                 "GLIDE's α exceeds the draft model's at T = 1",
-                _alpha(drawn(CHAIN, 1.0), 1.0),
-                _alpha(drawn(DRAFTERS["draft model"], 1.0), 1.0),
+                alpha(CHAIN, *SETS, T=1),
+                alpha(DRAFT_MODEL, *SETS, T=1),
             ),
-            over(
+            Claim(
                 "GLIDE's expected speed-up exceeds the draft model's",
-                Figure(CHAIN, MT, "E"),
-                Figure(DRAFTERS["draft model"], MT, "E"),
+                figure("E", CHAIN),
+                figure("E", DRAFT_MODEL),
             ),
         ),
         f"{DATA} {ALIKE} The paper's α, 0.57 to 0.69 with Vicuna 13B and 33B, is at T = 1. E is its expected "
@@ -77,15 +68,22 @@ ENTRIES = (
         "glide-table-2",
         "α by whose text is learnt, and by its labels",
         "Vicuna 7B",
-        by_set(
-            {"the target's text": OWN, "ready-made text": READY, "the target's text and labels": CHAIN},
-            SETS,
-            "α",
-            {"the target's text": (0.650, 0.639, 0.675), "ready-made text": (0.648, 0.632, 0.670)},
+        (
+            *by_set("the target's text", OWN_TEXT, "α", SETS, (0.650, 0.639, 0.675)),
+            *by_set("ready-made text", READY_TEXT, "α", SETS, (0.648, 0.632, 0.670)),
+            *by_set("the target's text and labels", CHAIN, "α", SETS),
         ),
         (
-            over("the target's text gives a larger α than ready-made text", _alpha(OWN), _alpha(READY)),
-            over("the target's labels give a larger α than its text alone", _alpha(CHAIN), _alpha(OWN)),
+            Claim(
+                "the target's text gives a larger α than ready-made text",
+                alpha(OWN_TEXT, *SETS),
+                alpha(READY_TEXT, *SETS),
+            ),
+            Claim(
+                "the target's labels give a larger α than its text alone",
+                alpha(CHAIN, *SETS),
+                alpha(OWN_TEXT, *SETS),
+            ),
         ),
         f"{DATA} {ALIKE} The paper distils by learning text that the target wrote.",
     ),
@@ -93,23 +91,20 @@ ENTRIES = (
         "glide-table-3",
         "milliseconds of drafting: chain, beams, CAPE",
         "Vicuna 7B",
-        tuple(
-            Line(row, "draft ms", _drafting(drafter), paper)
-            for row, drafter, paper in (
-                ("GLIDE", CHAIN, 5.3),
-                ("beam 4", BEAMS["beam 4"], 10.9),
-                ("beam 8", BEAMS["beam 8"], 14.8),
-                ("CAPE", CAPE, 5.5),
-            )
+        (
+            line("GLIDE", CHAIN, "draft ms", 5.3),
+            line("beam 4", BEAM_4, "draft ms", 10.9),
+            line("beam 8", BEAM_8, "draft ms", 14.8),
+            line("CAPE", CAPE, "draft ms", 5.5),
         ),
         (
-            over("beam 4 drafts longer than CAPE", _drafting(BEAMS["beam 4"]), _drafting(CAPE)),
-            over("beam 8 drafts longer than beam 4", _drafting(BEAMS["beam 8"]), _drafting(BEAMS["beam 4"])),
-            over(
+            Claim("beam 4 drafts longer than CAPE", drafting(BEAM_4), drafting(CAPE)),
+            Claim("beam 8 drafts longer than beam 4", drafting(BEAM_8), drafting(BEAM_4)),
+            Claim(
                 "CAPE drafts less than 1.1 times as long as the chain",
-                Figure(CHAIN, MT, "draft ms"),
-                _drafting(CAPE),
-                1 / 1.1,
+                drafting(CHAIN),
+                drafting(CAPE),
+                times=1 / 1.1,
             ),
         ),
     ),
@@ -117,11 +112,15 @@ ENTRIES = (
         "glide-table-4",
         "speed by the number of texts at once",
         "Vicuna 7B",
-        tuple(
-            Line("GLIDE", f"batch {batch}", _speed(CHAIN, batch), paper)
-            for batch, paper in ((1, 1.956), (2, 1.946), (4, 2.084), (8, 1.969))
+        by_batch("GLIDE", CHAIN, {1: 1.956, 2: 1.946, 4: 2.084, 8: 1.969}),
+        (
+            Claim(
+                "the speed-up at batch 4 is within 0.2 of batch 1's",
+                speed(CHAIN, batch=4),
+                speed(CHAIN),
+                within=0.2,
+            ),
         ),
-        (near("the speed-up at batch 4 is within 0.2 of batch 1's", _speed(CHAIN, 4), _speed(CHAIN), 0.2),),
         "The paper's ratios are of its tokens/s, of copies of one prompt; here prompts differ.",
     ),
     Entry(
@@ -129,15 +128,15 @@ ENTRIES = (
         "acceptance by the drafter's confidence",
         "Vicuna 7B",
         tuple(
-            Line(row, kind, Figure(drafter, MT, kind))
+            line(row, drafter, kind)
             for row, drafter in CONFIDENT.items()
             for kind in ("sure", "unsure", "calibration error")
         ),
         tuple(
-            over(
+            Claim(
                 f"{row}: sure guesses are accepted more often",
-                Figure(drafter, MT, "sure"),
-                Figure(drafter, MT, "unsure"),
+                figure("sure", drafter),
+                figure("unsure", drafter),
             )
             for row, drafter in CONFIDENT.items()
         ),
@@ -147,36 +146,30 @@ ENTRIES = (
         "glide-figure-4",
         "α with and without glimpses of the target's cache",
         "Mistral 7B and Vicuna",
-        by_set({"GLIDE": CHAIN, ARMS["blind"]: _arm("blind")}, SETS, "α", {}),
-        (over("glimpses give a larger α", _alpha(CHAIN), _alpha(_arm("blind"))),),
+        (*by_set("GLIDE", CHAIN, "α", SETS), *by_set("without glimpses", BLIND, "α", SETS)),
+        (Claim("glimpses give a larger α", alpha(CHAIN, *SETS), alpha(BLIND, *SETS)),),
         f"{DATA} {ALIKE} The paper's gains are 0.054 to 0.235.",
     ),
     Entry(
         "glide-figure-5",
         "tokens a second on MT-bench",
         "Vicuna 7B",
-        (
-            Line("plain decoding", "tokens/s", Figure(VANILLA, MT, "tokens/s"), 54.6),
-            Line("GLIDE", "tokens/s", Figure(CHAIN, MT, "tokens/s"), 106.8),
-        ),
-        (over("GLIDE is faster than plain decoding", _speed(CHAIN), _speed(VANILLA)),),
+        (line("plain decoding", VANILLA, "tokens/s", 54.6), line("GLIDE", CHAIN, "tokens/s", 106.8)),
+        (Claim("GLIDE is faster than plain decoding", speed(CHAIN), speed(VANILLA)),),
         "The paper's figure has bars without numbers; these are of its Table 4 at batch 1.",
     ),
     Entry(
         "glide-figure-6",
         "speed on MT-bench: Medusa, GLIDE, with beams, with CAPE",
         "Vicuna",
+        tuple(line(row, drafter, kind) for kind in ("× plain", "τ") for row, drafter in TREES.items()),
         (
-            *(Line(row, "× plain", _speed(drafter)) for row, drafter in TREES.items()),
-            *(Line(row, "τ", Figure(drafter, MT)) for row, drafter in TREES.items()),
-        ),
-        (
-            over("CAPE is faster than GLIDE alone", _speed(CAPE), _speed(CHAIN)),
-            over("CAPE is faster than beam 4", _speed(CAPE), _speed(BEAMS["beam 4"])),
-            over("CAPE is faster than a fixed number of candidates", _speed(CAPE), _speed(FIXED)),
-            over("GLIDE alone is faster than Medusa", _speed(CHAIN), _speed(MEDUSA)),
-            over("GLIDE alone is faster than with beam 4", _speed(CHAIN), _speed(BEAMS["beam 4"])),
-            over("CAPE commits more tokens than the chain", Figure(CAPE, MT), Figure(CHAIN, MT)),
+            Claim("CAPE is faster than GLIDE alone", speed(CAPE), speed(CHAIN)),
+            Claim("CAPE is faster than beam 4", speed(CAPE), speed(BEAM_4)),
+            Claim("CAPE is faster than a fixed number of candidates", speed(CAPE), speed(FIXED)),
+            Claim("GLIDE alone is faster than Medusa", speed(CHAIN), speed(MEDUSA)),
+            Claim("GLIDE alone is faster than with beam 4", speed(CHAIN), speed(BEAM_4)),
+            Claim("CAPE commits more tokens than the chain", tau(CAPE), tau(CHAIN)),
         ),
         "The paper's figure has bars without numbers: up to 2.5 with CAPE.",
     ),
@@ -184,23 +177,18 @@ ENTRIES = (
         "glide-figure-7",
         "α by the block whose cache is read",
         "Mistral 7B",
-        by_set({"the last block's": CHAIN} | {ARMS[name]: _arm(name) for name in LOWER}, SETS, "α", {}),
         (
-            over(
-                "the last block's cache gives a larger α than block 16's",
-                _alpha(CHAIN),
-                _alpha(_arm(LOWER[0])),
-            ),
-            over(
-                "the last block's cache gives a larger α than block 3's",
-                _alpha(CHAIN),
-                _alpha(_arm(LOWER[1])),
-            ),
-            over(
-                "block 16's cache gives a larger α than block 3's",
-                _alpha(_arm(LOWER[0])),
-                _alpha(_arm(LOWER[1])),
-            ),
+            *by_set("the last block's", CHAIN, "α", SETS),
+            *by_set("block 16's cache", MIDDLE, "α", SETS),
+            *by_set("block 3's cache", LOW, "α", SETS),
+        ),
+        tuple(
+            Claim(f"{more} cache gives a larger α than {less}", alpha(ours, *SETS), alpha(theirs, *SETS))
+            for more, ours, less, theirs in (
+                ("the last block's", CHAIN, "block 16's", MIDDLE),
+                ("the last block's", CHAIN, "block 3's", LOW),
+                ("block 16's", MIDDLE, "block 3's", LOW),
+            )
         ),
         f"{DATA} {ALIKE}",
     ),
@@ -208,13 +196,15 @@ ENTRIES = (
         "glide-figure-8",
         "one layer or two",
         "Vicuna 7B",
-        (
-            *by_set({"one layer": CHAIN, ARMS["glide_two"]: _arm("glide_two")}, MT, "× plain", {}),
-            *by_set({"one layer": CHAIN, ARMS["glide_two"]: _arm("glide_two")}, MT, "α", {}),
+        tuple(
+            cell
+            for kind in ("× plain", "α")
+            for row, drafter in (("one layer", CHAIN), ("two layers", TWO))
+            for cell in by_set(row, drafter, kind, ("mt_bench",))
         ),
         (
-            over("one layer is faster", _speed(CHAIN), _speed(_arm("glide_two"))),
-            over("two layers give a larger α", Figure(_arm("glide_two"), MT, "α"), Figure(CHAIN, MT, "α")),
+            Claim("one layer is faster", speed(CHAIN), speed(TWO)),
+            Claim("two layers give a larger α", alpha(TWO), alpha(CHAIN)),
         ),
         ALIKE,
     ),
@@ -223,12 +213,12 @@ ENTRIES = (
         "speed by the head's width",
         "Vicuna 7B",
         tuple(
-            Line(f"an MLP of {width}", kind, Figure(head, MT, kind))
-            for width, head in WIDTHS.items()
+            line(f"an MLP of {width}", drafter, kind)
+            for width, drafter in WIDTHS.items()
             for kind in ("× plain", "α")
         ),
         tuple(
-            over(f"{wide} is faster than {narrow}", _speed(WIDTHS[wide]), _speed(WIDTHS[narrow]))
+            Claim(f"{wide} is faster than {narrow}", speed(WIDTHS[wide]), speed(WIDTHS[narrow]))
             for narrow, wide in pairwise(WIDTHS)
         ),
         "The paper widens the whole layer, from 768 to 4,096. Here it is as wide as the target's states.",
