@@ -8,8 +8,11 @@ from slipstream.measure.papers.entry import (
     VANILLA,
     Claim,
     Entry,
+    Figure,
     Line,
     by_set,
+    compare,
+    entry,
     figure,
     line,
     speed,
@@ -28,17 +31,13 @@ DEEP = "deep:tree=chain-3"
 PROMPTS = {count: f"prompts_{count}:tree=chain-3" for count in (4, 16, 64)}
 MASKS = {count: f"masks_6:tree=chain-{count},hosts=1" for count in range(2, 7)}
 SETS = ("xsum", "mt_bench", "cip", "humaneval")
-CATEGORIES = {
-    "coding": 2.68,
-    "extraction": 2.94,
-    "humanities": 2.21,
-    "math": 2.69,
-    "reasoning": 2.33,
-    "roleplay": 2.11,
-    "stem": 2.37,
-    "writing": 2.26,
-}
+CATEGORIES = {"coding": 2.68, "extraction": 2.94, "humanities": 2.21, "math": 2.69, "reasoning": 2.33,
+              "roleplay": 2.11, "stem": 2.37, "writing": 2.26}  # fmt: skip
 HOSTS = "Four hosts carry masks; at hosts=0 every node does, as in the paper."
+
+
+def _on(category: str) -> Figure:
+    return speed(EFFICIENT, f"mt_bench/{category}")
 
 
 Sets = tuple[str, str]
@@ -56,125 +55,106 @@ def _compared(drafters: dict[str, str], sets: Sets, paper: Speeds) -> tuple[Line
 def _decoding(name: str, sets: Sets, paper: Speeds) -> Entry:
     best = speed(EFFICIENT, *sets)
     faster = {"straightforward decoding": CHAIN, **FULL}
-    return Entry(
+    return entry(
         name,
         f"decoding methods on {' and '.join(sets)}",
         "LLaMA-2-7B",
-        _compared(METHODS, sets, paper),
-        (
-            *(
-                Claim(f"the efficient tree is faster than {method}", best, speed(drafter, *sets))
-                for method, drafter in faster.items()
-            ),
-            Claim(
-                "the efficient tree commits more tokens than straightforward decoding",
-                tau(EFFICIENT, *sets),
-                tau(CHAIN, *sets),
-            ),
+        *_compared(METHODS, sets, paper),
+        *(
+            Claim(f"the efficient tree is faster than {method}", best, speed(drafter, *sets))
+            for method, drafter in faster.items()
         ),
-        HOSTS,
+        compare(
+            "the efficient tree commits more tokens than straightforward decoding",
+            "τ",
+            EFFICIENT,
+            CHAIN,
+            *sets,
+        ),
+        note=HOSTS,
     )
 
 
 def _designs(name: str, sets: Sets, paper: Speeds) -> Entry:
-    return Entry(
+    return entry(
         name,
         f"prompting designs on {' and '.join(sets)}",
         "LLaMA-2-7B",
-        _compared({**DESIGNS, "bi-directional tuning": DEEP}, sets, paper),
-        tuple(
-            Claim(f"deep prompts commit more tokens than {row}", tau(DEEP, *sets), tau(drafter, *sets))
+        *_compared({**DESIGNS, "bi-directional tuning": DEEP}, sets, paper),
+        *(
+            compare(f"deep prompts commit more tokens than {row}", "τ", DEEP, drafter, *sets)
             for row, drafter in DESIGNS.items()
         ),
     )
 
 
 ENTRIES = (
-    Entry(
+    entry(
         "bita-figure-1",
         "speed on MT-bench over plain decoding",
         "Vicuna 7B",
-        (line("BiTA", EFFICIENT, "× plain", 2.35), line("BiTA", EFFICIENT, "τ")),
-        (Claim("BiTA is faster than plain decoding", speed(EFFICIENT), speed(VANILLA)),),
-        HOSTS,
+        line("BiTA", EFFICIENT, "× plain", 2.35),
+        line("BiTA", EFFICIENT, "τ"),
+        compare("BiTA is faster than plain decoding", "× plain", EFFICIENT, VANILLA),
+        note=HOSTS,
     ),
-    Entry(
+    entry(
         "bita-figure-7",
         "BiTA beside Medusa on MT-bench",
         "Vicuna 7B",
-        (
-            line("BiTA", EFFICIENT, "× plain", 2.35),
-            line("Medusa", MEDUSA, "× plain", 1.97),
-            line("BiTA", EFFICIENT, "τ"),
-            line("Medusa", MEDUSA, "τ"),
-        ),
-        (Claim("BiTA is 1.19 times as fast as Medusa or more", speed(EFFICIENT), speed(MEDUSA), times=1.19),),
-        HOSTS,
+        line("BiTA", EFFICIENT, "× plain", 2.35),
+        line("Medusa", MEDUSA, "× plain", 1.97),
+        line("BiTA", EFFICIENT, "τ"),
+        line("Medusa", MEDUSA, "τ"),
+        compare("BiTA is 1.19 times as fast as Medusa or more", "× plain", EFFICIENT, MEDUSA, times=1.19),
+        note=HOSTS,
     ),
-    Entry(
+    entry(
         "bita-figure-8",
         "speed by the number of prompt tokens",
         "LLaMA-2-7B",
-        tuple(
-            line(f"{count} prompts", drafter, kind)
-            for count, drafter in PROMPTS.items()
-            for kind in ("× plain", "τ")
-        ),
-        (
-            Claim("16 prompts are faster than 4", speed(PROMPTS[16]), speed(PROMPTS[4])),
-            Claim("64 prompts are as fast as 16, to 0.1", speed(PROMPTS[64]), speed(PROMPTS[16]), within=0.1),
-        ),
+        *(line(f"{n} prompts", head, kind) for n, head in PROMPTS.items() for kind in ("× plain", "τ")),
+        compare("16 prompts are faster than 4", "× plain", PROMPTS[16], PROMPTS[4]),
+        compare("64 prompts are as fast as 16, to 0.1", "× plain", PROMPTS[64], PROMPTS[16], within=0.1),
     ),
-    Entry(
+    entry(
         "bita-figure-9",
         "speed by the number of mask tokens",
         "LLaMA-2-7B",
-        (
-            *(
-                Line("first masks of the head", f"{count} masks", tau(f"bita:tree=chain-{count},hosts=1"))
-                for count in (2, 3)
-            ),
-            *(
-                Line(f"of a head of six, {kind}", f"{count} masks", figure(kind, drafter))
-                for kind in ("× plain", "τ")
-                for count, drafter in MASKS.items()
-            ),
+        Line("first masks of the head", "2 masks", tau("bita:tree=chain-2,hosts=1")),
+        Line("first masks of the head", "3 masks", tau(CHAIN)),
+        *(
+            Line(f"of a head of six, {kind}", f"{count} masks", figure(kind, drafter))
+            for kind in ("× plain", "τ")
+            for count, drafter in MASKS.items()
         ),
-        (
-            Claim("three masks commit more tokens than two", tau(CHAIN), tau("bita:tree=chain-2,hosts=1")),
-            Claim("three masks are faster than six", speed(MASKS[3]), speed(MASKS[6])),
-        ),
-        "The paper trains an arm for each number; here the first masks of one head draft.",
+        compare("three masks commit more tokens than two", "τ", CHAIN, "bita:tree=chain-2,hosts=1"),
+        compare("three masks are faster than six", "× plain", MASKS[3], MASKS[6]),
+        note="The paper trains an arm for each number; here the first masks of one head draft.",
     ),
-    Entry(
+    entry(
         "bita-table-1",
         "speed on summaries, MT-bench, conversation and code",
         "LLaMA-2-7B",
-        (
-            *by_set("BiTA", EFFICIENT, "× plain", SETS, (2.19, 2.38, 2.29, 2.73)),
-            *by_set("BiTA", EFFICIENT, "τ", SETS),
-        ),
-        tuple(
+        *by_set("BiTA", EFFICIENT, "× plain", SETS, (2.19, 2.38, 2.29, 2.73)),
+        *by_set("BiTA", EFFICIENT, "τ", SETS),
+        *(
             Claim(f"code gains more than {name}", speed(EFFICIENT, "humaneval"), speed(EFFICIENT, name))
             for name in SETS[:3]
         ),
-        HOSTS,
+        note=HOSTS,
     ),
-    Entry(
+    entry(
         "bita-table-2",
         "BiTA beside methods of speculative decoding on MT-bench",
         "LLaMA-2-7B",
-        (
-            line("Lookahead", "lookahead", "× plain", 1.70),
-            line("self-speculative", "self-speculative", "× plain"),
-            line("draft model", SMALL, "× plain"),
-            line("BiTA", EFFICIENT, "× plain", 2.38),
-        ),
-        (
-            Claim("BiTA is faster than Lookahead", speed(EFFICIENT), speed("lookahead")),
-            Claim("BiTA is faster than self-speculation", speed(EFFICIENT), speed("self-speculative")),
-        ),
-        "Self-speculation: `slipstream tune --drafter self-speculative` finds the blocks to skip first.",
+        line("Lookahead", "lookahead", "× plain", 1.70),
+        line("self-speculative", "self-speculative", "× plain"),
+        line("draft model", SMALL, "× plain"),
+        line("BiTA", EFFICIENT, "× plain", 2.38),
+        compare("BiTA is faster than Lookahead", "× plain", EFFICIENT, "lookahead"),
+        compare("BiTA is faster than self-speculation", "× plain", EFFICIENT, "self-speculative"),
+        note="Self-speculation: `slipstream tune --drafter self-speculative` finds the blocks to skip first.",
     ),
     _designs("bita-table-3", ("cip", "humaneval"), [(1.94, 2.12), (2.01, 2.31), (2.29, 2.73)]),
     _decoding(
@@ -182,23 +162,14 @@ ENTRIES = (
         ("xsum", "mt_bench"),
         [(1.63, 1.82), (1.81, 2.04), (2.02, 2.23), (1.97, 2.05), (2.19, 2.38)],
     ),
-    Entry(
+    entry(
         "bita-table-7",
         "speed by category of MT-bench",
         "LLaMA-2-7B",
-        tuple(
-            Line("BiTA", category, speed(EFFICIENT, f"mt_bench/{category}"), paper)
-            for category, paper in CATEGORIES.items()
-        ),
-        tuple(
-            Claim(
-                f"{more} gains more than {less}",
-                speed(EFFICIENT, f"mt_bench/{more}"),
-                speed(EFFICIENT, f"mt_bench/{less}"),
-            )
-            for more, less in (("coding", "roleplay"), ("extraction", "writing"))
-        ),
-        "The first turns of MT-bench: a larger --limit gives each category more of them.",
+        *(Line("BiTA", category, _on(category), paper) for category, paper in CATEGORIES.items()),
+        Claim("coding gains more than roleplay", _on("coding"), _on("roleplay")),
+        Claim("extraction gains more than writing", _on("extraction"), _on("writing")),
+        note="The first turns of MT-bench: a larger --limit gives each category more of them.",
     ),
     _designs("bita-table-8", ("xsum", "mt_bench"), [(1.95, 2.00), (2.03, 2.06), (2.19, 2.38)]),
     _decoding(

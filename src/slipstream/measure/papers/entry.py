@@ -5,25 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-PREDICTED = {  # along the target's recorded answers
-    "τ": "tokens a target pass",
-    "α": "share accepted of the guesses of a chain that were judged",
-    **{f"{n}-α": f"share accepted of a chain's guesses behind {n} accepted ones" for n in range(5)},
-}
-TIMED = {  # in a race of `bench`
-    "× plain": "speed over plain decoding's",
-    "× HF": "speed over Hugging Face generate's",
-    "tokens/s": "tokens a second",
-    "draft ms": "milliseconds of drafting a round",
-    "c": "one draft step over a plain pass",
-    "E": "speed over plain decoding's if a pass cost the same for any rows: τ / (γc + 1)",
-}
-JUDGED = {  # of the guesses behind right ones, by the drafter's own confidence
-    "sure": "share accepted where the confidence is 0.5 or more",
-    "unsure": "share accepted where it is less",
-    "calibration error": "mean distance of confidence and acceptance over ten bins",
-}
-PREDICTION, RACE, CONFIDENCE = "prediction", "race", "confidence"  # how figures are measured
+from slipstream.measure.papers.kinds import KINDS
+
 BASELINES = VANILLA, HF = "vanilla", "hf_generate"
 MEDUSA, SMALL = "medusa:tree=best-first-3x16", "draft-model:tree=chain-5"  # beside several papers' heads
 
@@ -35,7 +18,7 @@ class Figure:
     Attributes:
         drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
         sets: of questions, whose figures are averaged.
-        kind: of `PREDICTED`, `TIMED` or `JUDGED`.
+        kind: a name in `KINDS`.
         batch: questions that are answered at once.
     """
 
@@ -48,7 +31,7 @@ class Figure:
     @property
     def how(self) -> str:
         """How it is measured."""
-        return RACE if self.kind in TIMED else CONFIDENCE if self.kind in JUDGED else PREDICTION
+        return KINDS[self.kind].how
 
     @property
     def head(self) -> str:
@@ -71,8 +54,8 @@ class Claim:
     """A relation that the paper's figures show: the left figure exceeds the right one.
 
     Attributes:
-        within: it is no further from the right one than that, instead.
-        times: it is so many times the right one, or more.
+        within: the figures differ by no more than that, instead.
+        times: the left figure is so many times the right one, or more.
     """
 
     text: str
@@ -91,15 +74,15 @@ class Entry:
         shows: what it is about.
         model: whose figures are quoted from the paper.
         lines, claims: what is measured, and what must follow.
-        note: what stands otherwise here.
-        experts: whether it is of a mixture of experts, and says nothing of another target.
+        note: what differs here from the paper.
+        experts: whether it is of a mixture of experts, and is left empty for another target.
     """
 
     name: str
     shows: str
     model: str
-    lines: tuple[Line, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    lines: tuple[Line, ...]
+    claims: tuple[Claim, ...]
     note: str = ""
     experts: bool = False
 
@@ -115,10 +98,26 @@ def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) 
     (EAGLE, appendix A.2), unless it names another proposal."""
     if T and drafter not in BASELINES and "proposal=" not in drafter:
         drafter += ",proposal=sampled"
-    return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
+    return Figure(drafter, sets or ("mt_bench",), kind, float(T), batch)
 
 
 tau, speed, alpha = (partial(figure, kind) for kind in ("τ", "× plain", "α"))
+
+
+def compare(
+    text: str,
+    kind: str,
+    left: str,
+    right: str,
+    *sets: str,
+    T: float = 0.0,
+    batch: int = 1,
+    within: float | None = None,
+    times: float = 1.0,
+) -> Claim:
+    """A claim that compares two drafters in the same kind of figure."""
+    figures = (figure(kind, drafter, *sets, T=T, batch=batch) for drafter in (left, right))
+    return Claim(text, *figures, within, times)
 
 
 def line(row: str, drafter: str, kind: str, paper: float | None = None, *sets: str, T: float = 0.0) -> Line:
@@ -130,10 +129,10 @@ def by_set(
     row: str, drafter: str, kind: str, sets: Sequence[str], paper: Sequence[float] = (), T: float = 0.0
 ) -> list[Line]:
     """A row with a column for each set."""
-    at = f", T = {T:g}" if T else ""
-    figures = zip_longest(sets, paper)
+    suffix = f", T = {T:g}" if T else ""
     return [
-        Line(row, f"{name} {kind}{at}", figure(kind, drafter, name, T=T), value) for name, value in figures
+        Line(row, f"{name} {kind}{suffix}", figure(kind, drafter, name, T=T), value)
+        for name, value in zip_longest(sets, paper)
     ]
 
 
@@ -147,6 +146,15 @@ def n_alpha(
 ) -> list[Line]:
     """The n-α of a chain of five, for n = 0 … 4."""
     return [line(row, chain, f"{n}-α", paper[n], name, T=T) for n in range(5)]
+
+
+def entry(
+    name: str, shows: str, model: str, *parts: Line | Claim, note: str = "", experts: bool = False
+) -> Entry:
+    """An entry of lines and claims."""
+    lines = tuple(part for part in parts if isinstance(part, Line))
+    claims = tuple(part for part in parts if isinstance(part, Claim))
+    return Entry(name, shows, model, lines, claims, note, experts)
 
 
 def alike(head: str) -> str:
