@@ -12,7 +12,6 @@ from slipstream.measure.papers.entry import (
     Line,
     by_set,
     compare,
-    entry,
     figure,
     line,
     speed,
@@ -55,10 +54,9 @@ def _compared(drafters: dict[str, str], sets: Sets, paper: Speeds) -> tuple[Line
 def _decoding(name: str, sets: Sets, paper: Speeds) -> Entry:
     best = speed(EFFICIENT, *sets)
     faster = {"straightforward decoding": CHAIN, **FULL}
-    return entry(
+    return Entry(
         name,
         f"decoding methods on {' and '.join(sets)}",
-        "LLaMA-2-7B",
         *_compared(METHODS, sets, paper),
         *(
             Claim(f"the efficient tree is faster than {method}", best, speed(drafter, *sets))
@@ -72,36 +70,35 @@ def _decoding(name: str, sets: Sets, paper: Speeds) -> Entry:
             *sets,
         ),
         note=HOSTS,
+        model="LLaMA-2-7B",
     )
 
 
 def _designs(name: str, sets: Sets, paper: Speeds) -> Entry:
-    return entry(
+    return Entry(
         name,
         f"prompting designs on {' and '.join(sets)}",
-        "LLaMA-2-7B",
         *_compared({**DESIGNS, "bi-directional tuning": DEEP}, sets, paper),
         *(
             compare(f"deep prompts commit more tokens than {row}", "τ", DEEP, drafter, *sets)
             for row, drafter in DESIGNS.items()
         ),
+        model="LLaMA-2-7B",
     )
 
 
 ENTRIES = (
-    entry(
+    Entry(
         "bita-figure-1",
         "speed on MT-bench over plain decoding",
-        "Vicuna 7B",
         line("BiTA", EFFICIENT, "× plain", 2.35),
         line("BiTA", EFFICIENT, "τ"),
         compare("BiTA is faster than plain decoding", "× plain", EFFICIENT, VANILLA),
         note=HOSTS,
     ),
-    entry(
+    Entry(
         "bita-figure-7",
         "BiTA beside Medusa on MT-bench",
-        "Vicuna 7B",
         line("BiTA", EFFICIENT, "× plain", 2.35),
         line("Medusa", MEDUSA, "× plain", 1.97),
         line("BiTA", EFFICIENT, "τ"),
@@ -109,18 +106,17 @@ ENTRIES = (
         compare("BiTA is 1.19 times as fast as Medusa or more", "× plain", EFFICIENT, MEDUSA, times=1.19),
         note=HOSTS,
     ),
-    entry(
+    Entry(
         "bita-figure-8",
         "speed by the number of prompt tokens",
-        "LLaMA-2-7B",
         *(line(f"{n} prompts", head, kind) for n, head in PROMPTS.items() for kind in ("× plain", "τ")),
         compare("16 prompts are faster than 4", "× plain", PROMPTS[16], PROMPTS[4]),
         compare("64 prompts are as fast as 16, to 0.1", "× plain", PROMPTS[64], PROMPTS[16], within=0.1),
+        model="LLaMA-2-7B",
     ),
-    entry(
+    Entry(
         "bita-figure-9",
         "speed by the number of mask tokens",
-        "LLaMA-2-7B",
         Line("first masks of the head", "2 masks", tau("bita:tree=chain-2,hosts=1")),
         Line("first masks of the head", "3 masks", tau(CHAIN)),
         *(
@@ -131,11 +127,11 @@ ENTRIES = (
         compare("three masks commit more tokens than two", "τ", CHAIN, "bita:tree=chain-2,hosts=1"),
         compare("three masks are faster than six", "× plain", MASKS[3], MASKS[6]),
         note="The paper trains an arm for each number; here the first masks of one head draft.",
+        model="LLaMA-2-7B",
     ),
-    entry(
+    Entry(
         "bita-table-1",
         "speed on summaries, MT-bench, conversation and code",
-        "LLaMA-2-7B",
         *by_set("BiTA", EFFICIENT, "× plain", SETS, (2.19, 2.38, 2.29, 2.73)),
         *by_set("BiTA", EFFICIENT, "τ", SETS),
         *(
@@ -143,11 +139,11 @@ ENTRIES = (
             for name in SETS[:3]
         ),
         note=HOSTS,
+        model="LLaMA-2-7B",
     ),
-    entry(
+    Entry(
         "bita-table-2",
         "BiTA beside methods of speculative decoding on MT-bench",
-        "LLaMA-2-7B",
         line("Lookahead", "lookahead", "× plain", 1.70),
         line("self-speculative", "self-speculative", "× plain"),
         line("draft model", SMALL, "× plain"),
@@ -155,6 +151,7 @@ ENTRIES = (
         compare("BiTA is faster than Lookahead", "× plain", EFFICIENT, "lookahead"),
         compare("BiTA is faster than self-speculation", "× plain", EFFICIENT, "self-speculative"),
         note="Self-speculation: `slipstream tune --drafter self-speculative` finds the blocks to skip first.",
+        model="LLaMA-2-7B",
     ),
     _designs("bita-table-3", ("cip", "humaneval"), [(1.94, 2.12), (2.01, 2.31), (2.29, 2.73)]),
     _decoding(
@@ -162,14 +159,14 @@ ENTRIES = (
         ("xsum", "mt_bench"),
         [(1.63, 1.82), (1.81, 2.04), (2.02, 2.23), (1.97, 2.05), (2.19, 2.38)],
     ),
-    entry(
+    Entry(
         "bita-table-7",
         "speed by category of MT-bench",
-        "LLaMA-2-7B",
         *(Line("BiTA", category, _on(category), paper) for category, paper in CATEGORIES.items()),
         Claim("coding gains more than roleplay", _on("coding"), _on("roleplay")),
         Claim("extraction gains more than writing", _on("extraction"), _on("writing")),
         note="The first turns of MT-bench: a larger --limit gives each category more of them.",
+        model="LLaMA-2-7B",
     ),
     _designs("bita-table-8", ("xsum", "mt_bench"), [(1.95, 2.00), (2.03, 2.06), (2.19, 2.38)]),
     _decoding(

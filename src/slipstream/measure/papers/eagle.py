@@ -6,11 +6,11 @@ from slipstream.measure.papers.entry import (
     SMALL,
     VANILLA,
     Claim,
+    Entry,
     alike,
     by_batch,
     by_set,
     compare,
-    entry,
     figure,
     line,
     n_alpha,
@@ -41,10 +41,9 @@ DISTILLED = (
 
 
 ENTRIES = (
-    entry(
+    Entry(
         "eagle-figure-1",
         "speed on MT-bench at T = 0 beside Medusa and Lookahead",
-        "Vicuna 7B",
         line("EAGLE", TREE, "× plain", 2.90),
         line("EAGLE, Medusa's tree", SAME_TREE, "× plain"),
         line("Medusa", MEDUSA, "× plain"),
@@ -58,25 +57,23 @@ ENTRIES = (
         compare("EAGLE is faster than plain decoding", "× plain", TREE, VANILLA),
         note=f"The paper's Figure 1 has bars without numbers; 2.90 is Table 7's at batch 1. {DISTILLED}",
     ),
-    entry(
+    Entry(
         "eagle-figure-2",
         "speed on MT-bench at T = 1",
-        "Vicuna 7B",
-        line("EAGLE", TREE, "× plain", T=1),
-        line("EAGLE, chain", CHAIN, "× plain", T=1),
-        line("EAGLE, our noise", NOISE, "× plain", T=1),
-        line("DistillSpec", SMALL, "× plain", T=1),
+        line("EAGLE", TREE, "× plain", T=1.0),
+        line("EAGLE, chain", CHAIN, "× plain", T=1.0),
+        line("EAGLE, our noise", NOISE, "× plain", T=1.0),
+        line("DistillSpec", SMALL, "× plain", T=1.0),
         line("EAGLE", TREE, "× plain", 2.90),
-        compare("EAGLE is faster than plain decoding at T = 1", "× plain", TREE, VANILLA, T=1),
-        compare("its chain is faster than plain decoding at T = 1", "× plain", CHAIN, VANILLA, T=1),
-        compare("EAGLE is faster than DistillSpec", "× plain", TREE, SMALL, T=1),
-        Claim("it gains more at T = 0 than at T = 1", speed(TREE), speed(TREE, T=1)),
+        compare("EAGLE is faster than plain decoding at T = 1", "× plain", TREE, VANILLA, T=1.0),
+        compare("its chain is faster than plain decoding at T = 1", "× plain", CHAIN, VANILLA, T=1.0),
+        compare("EAGLE is faster than DistillSpec", "× plain", TREE, SMALL, T=1.0),
+        Claim("it gains more at T = 0 than at T = 1", speed(TREE), speed(TREE, T=1.0)),
         note=f"{ALGORITHM_1} {DISTILLED}",
     ),
-    entry(
+    Entry(
         "eagle-figure-4",
         "drafting from tokens, features, and both with the token shifted",
-        "Vicuna 7B",
         line(BOTH, TREE, "× plain", 2.8),
         line("features", FEATURES, "× plain", 1.9),
         line("tokens", TOKENS, "× plain", 1.5),
@@ -86,19 +83,17 @@ ENTRIES = (
         compare("features are faster than tokens", "× plain", FEATURES, TOKENS),
         note=alike("eagle"),
     ),
-    entry(
+    Entry(
         "eagle-figure-7",
         "speed with and without the tree",
-        "Vicuna 7B",
         line("tree", TREE, "× plain", 2.90),
         line("chain", CHAIN, "× plain"),
         compare("the tree is faster than the chain", "× plain", TREE, CHAIN),
         note="The paper's figure has bars without numbers: the chain about 2.3 to 2.7.",
     ),
-    entry(
+    Entry(
         "eagle-figure-8",
         "τ, 0-α and 1-α by the head's inputs",
-        "Vicuna 7B",
         line(BOTH, TREE, "τ", 3.94),
         *n_alpha(BOTH, CHAIN, ON_MT)[:2],
         *(
@@ -125,43 +120,40 @@ ENTRIES = (
         ),
         note=f"The paper's figure has bars without numbers; those here are Table 2's. {alike('eagle')}",
     ),
-    entry(
+    Entry(
         "eagle-table-1",
         "τ on code, mathematics and instructions, at T = 0 and 1",
-        "Vicuna 7B",
         *by_set("EAGLE", TREE, "τ", TASKS, (4.29, 4.00, 3.86)),
-        *by_set("EAGLE", TREE, "τ", TASKS, (3.43, 3.29, 3.30), T=1),
-        *by_set("our noise", NOISE, "τ", TASKS, T=1),
+        *by_set("EAGLE", TREE, "τ", TASKS, (3.43, 3.29, 3.30), T=1.0),
+        *by_set("our noise", NOISE, "τ", TASKS, T=1.0),
         *by_set("EAGLE", TREE, "× plain", TASKS, (3.33, 3.01, 2.79)),
-        *by_set("EAGLE", TREE, "× plain", TASKS, (2.39, 2.34, 2.21), T=1),
-        *by_set("our noise", NOISE, "× plain", TASKS, T=1),
+        *by_set("EAGLE", TREE, "× plain", TASKS, (2.39, 2.34, 2.21), T=1.0),
+        *by_set("our noise", NOISE, "× plain", TASKS, T=1.0),
         *(
-            Claim(f"τ is larger at T = 0 than at T = 1: {name}", tau(TREE, name), tau(TREE, name, T=1))
+            Claim(f"τ is larger at T = 0 than at T = 1: {name}", tau(TREE, name), tau(TREE, name, T=1.0))
             for name in TASKS
         ),
         Claim("τ is larger on code than on mathematics", tau(TREE, "humaneval"), tau(TREE, "gsm8k")),
         Claim("τ is larger on mathematics than on instructions", tau(TREE, "gsm8k"), tau(TREE, "alpaca")),
         note=ALGORITHM_1,
     ),
-    entry(
+    Entry(
         "eagle-table-2",
         "τ and n-α on MT-bench, at T = 0 and 1",
-        "Vicuna 7B",
         line("EAGLE", TREE, "τ", 3.94),
         *n_alpha("EAGLE", CHAIN, ON_MT),
-        line("EAGLE", TREE, "τ", 3.17, T=1),
-        *n_alpha("EAGLE", CHAIN, (0.71, 0.68, 0.66, 0.66, 0.65), T=1),
-        line("our noise", NOISE, "τ", T=1),
-        *n_alpha("our noise", NOISE_CHAIN, T=1),
+        line("EAGLE", TREE, "τ", 3.17, T=1.0),
+        *n_alpha("EAGLE", CHAIN, (0.71, 0.68, 0.66, 0.66, 0.65), T=1.0),
+        line("our noise", NOISE, "τ", T=1.0),
+        *n_alpha("our noise", NOISE_CHAIN, T=1.0),
         Claim("0-α exceeds 1-α", figure("0-α", CHAIN), figure("1-α", CHAIN)),
         Claim("4-α lies within 0.07 of 1-α", figure("4-α", CHAIN), figure("1-α", CHAIN), within=0.07),
-        Claim("τ is larger at T = 0 than at T = 1", tau(TREE), tau(TREE, T=1)),
+        Claim("τ is larger at T = 0 than at T = 1", tau(TREE), tau(TREE, T=1.0)),
         note=ALGORITHM_1,
     ),
-    entry(
+    Entry(
         "eagle-table-3",
         "a mixture of experts: τ and n-α",
-        "Mixtral 8x7B",
         line("EAGLE", TREE, "τ", 3.25),
         *n_alpha("EAGLE", CHAIN, (0.67, 0.62, 0.61, 0.64, 0.63)),
         Claim("0-α exceeds 1-α", figure("0-α", CHAIN), figure("1-α", CHAIN)),
@@ -170,46 +162,44 @@ ENTRIES = (
             "experts a pass reads."
         ),
         experts=True,
+        model="Mixtral 8x7B",
     ),
-    entry(
+    Entry(
         "eagle-table-4",
         "tokens a second beside a compiled and an uncompiled baseline",
-        "LLaMA2-Chat 7B, FP16",
         line("Hugging Face", HF, "tokens/s", 24.5),
         line("plain decoding (paper: gpt-fast)", VANILLA, "tokens/s", 55.1),
         line("EAGLE (paper: with gpt-fast)", TREE, "tokens/s", 100.2),
         compare("the compiled baseline is faster than Hugging Face", "tokens/s", VANILLA, HF),
         compare("EAGLE is faster than the compiled baseline", "× plain", TREE, VANILLA),
         note="Give --compile; --quantize int4 makes the paper's other column.",
+        model="LLaMA2-Chat 7B, FP16",
     ),
-    entry(
+    Entry(
         "eagle-table-5",
         "τ with and without the tree",
-        "Vicuna 7B",
         line("chain", CHAIN, "τ", 3.20),
         line("tree", TREE, "τ", 3.94),
         compare("the tree commits more tokens than the chain", "τ", TREE, CHAIN),
     ),
-    entry(
+    Entry(
         "eagle-table-6",
         "training on a fixed data set or on the target's own answers",
-        "LLaMA2-Chat 7B",
         line("fixed data set", FIXED, "τ", 3.62),
         line("the target's answers", TREE, "τ", 3.75),
         compare("the target's own answers give a larger τ", "τ", TREE, FIXED),
         note=alike("eagle"),
+        model="LLaMA2-Chat 7B",
     ),
-    entry(
+    Entry(
         "eagle-table-7",
         "speed by the number of texts at once",
-        "Vicuna 7B",
         *by_batch("EAGLE", TREE, {1: 2.90, 2: None, 3: 2.65, 4: None}),
         Claim("the speed-up falls from batch 1 to batch 4", speed(TREE), speed(TREE, batch=4)),
     ),
-    entry(
+    Entry(
         "eagle-table-8",
         "τ and n-α on code, mathematics and instructions, at T = 0",
-        "Vicuna 7B",
         line("humaneval", TREE, "τ", 4.29, "humaneval"),
         *n_alpha("humaneval", CHAIN, (0.82, 0.77, 0.72, 0.69, 0.71), "humaneval"),
         line("gsm8k", TREE, "τ", 4.00, "gsm8k"),

@@ -65,26 +65,33 @@ class Claim:
     times: float = 1.0
 
 
-@dataclass(frozen=True)
 class Entry:
     """A table or a figure of a paper.
 
-    Attributes:
+    Args:
         name: for `reproduce`.
         shows: what it is about.
+        parts: its lines, which are measured, and its claims, which must follow.
         model: whose figures are quoted from the paper.
-        lines, claims: what is measured, and what must follow.
         note: what differs here from the paper.
         experts: whether it is of a mixture of experts, and is left empty for another target.
     """
 
-    name: str
-    shows: str
-    model: str
-    lines: tuple[Line, ...]
-    claims: tuple[Claim, ...]
-    note: str = ""
-    experts: bool = False
+    def __init__(
+        self,
+        name: str,
+        shows: str,
+        *parts: Line | Claim,
+        model: str = "Vicuna 7B",
+        note: str = "",
+        experts: bool = False,
+    ) -> None:
+        self.name, self.shows, self.model, self.note, self.experts = name, shows, model, note, experts
+        self.lines = [part for part in parts if isinstance(part, Line)]
+        self.claims = [part for part in parts if isinstance(part, Claim)]
+
+    def without_parts(self) -> "Entry":
+        return Entry(self.name, self.shows, model=self.model, note=self.note, experts=self.experts)
 
     @property
     def figures(self) -> list[Figure]:
@@ -98,7 +105,7 @@ def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) 
     (EAGLE, appendix A.2), unless it names another proposal."""
     if T and drafter not in BASELINES and "proposal=" not in drafter:
         drafter += ",proposal=sampled"
-    return Figure(drafter, sets or ("mt_bench",), kind, float(T), batch)
+    return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
 
 
 tau, speed, alpha = (partial(figure, kind) for kind in ("τ", "× plain", "α"))
@@ -116,8 +123,8 @@ def compare(
     times: float = 1.0,
 ) -> Claim:
     """A claim that compares two drafters in the same kind of figure."""
-    figures = (figure(kind, drafter, *sets, T=T, batch=batch) for drafter in (left, right))
-    return Claim(text, *figures, within, times)
+    ours, theirs = (figure(kind, drafter, *sets, T=T, batch=batch) for drafter in (left, right))
+    return Claim(text, ours, theirs, within, times)
 
 
 def line(row: str, drafter: str, kind: str, paper: float | None = None, *sets: str, T: float = 0.0) -> Line:
@@ -146,15 +153,6 @@ def n_alpha(
 ) -> list[Line]:
     """The n-α of a chain of five, for n = 0 … 4."""
     return [line(row, chain, f"{n}-α", paper[n], name, T=T) for n in range(5)]
-
-
-def entry(
-    name: str, shows: str, model: str, *parts: Line | Claim, note: str = "", experts: bool = False
-) -> Entry:
-    """An entry of lines and claims."""
-    lines = tuple(part for part in parts if isinstance(part, Line))
-    claims = tuple(part for part in parts if isinstance(part, Claim))
-    return Entry(name, shows, model, lines, claims, note, experts)
 
 
 def alike(head: str) -> str:

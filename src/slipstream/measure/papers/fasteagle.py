@@ -5,13 +5,13 @@ from slipstream.measure.papers.entry import (
     SMALL,
     VANILLA,
     Claim,
+    Entry,
     Figure,
     Line,
     alike,
     by_batch,
     by_set,
     compare,
-    entry,
     figure,
     speed,
     tau,
@@ -33,32 +33,31 @@ def _at(depth: int, drafter: str) -> Figure:
 
 
 ENTRIES = (
-    entry(
+    Entry(
         "fasteagle-table-1",
         "τ and speed of Medusa, EAGLE-3 and FastEagle on five sets",
-        "Vicuna 13B",
         *by_set("Medusa", MEDUSA, "τ", SETS, (2.59, 2.78, 2.64, 2.45, 2.09)),
         *by_set("EAGLE-3", EAGLE_3, "τ", SETS, (6.25, 7.14, 5.89, 5.77, 6.07)),
         *by_set("EAGLE-3, Backbone Expansion", BACKBONE_3, "τ", SETS),
         *by_set("FastEagle", FAST, "τ", SETS, (6.20, 7.10, 5.85, 5.73, 6.03)),
         *by_set("FastEagle, Backbone Expansion", BACKBONE, "τ", SETS),
         *by_set("SpS", SMALL, "τ", SETS, (2.27, 2.57, 2.01, 2.03, 2.33)),
-        *by_set("EAGLE-3", BACKBONE_3, "τ", SETS, (5.12, 5.92, 5.28, 5.09, 5.42), T=1),
-        *by_set("FastEagle", BACKBONE, "τ", SETS, (5.07, 5.88, 5.24, 5.05, 5.38), T=1),
-        *by_set("SpS", SMALL, "τ", SETS, (1.84, 1.97, 1.73, 1.78, 1.89), T=1),
-        *by_set("EAGLE-3, our noise", f"{EAGLE_3},proposal=noise", "τ", SETS, T=1),
-        *by_set("FastEagle, our noise", f"{FAST},proposal=noise", "τ", SETS, T=1),
+        *by_set("EAGLE-3", BACKBONE_3, "τ", SETS, (5.12, 5.92, 5.28, 5.09, 5.42), T=1.0),
+        *by_set("FastEagle", BACKBONE, "τ", SETS, (5.07, 5.88, 5.24, 5.05, 5.38), T=1.0),
+        *by_set("SpS", SMALL, "τ", SETS, (1.84, 1.97, 1.73, 1.78, 1.89), T=1.0),
+        *by_set("EAGLE-3, our noise", f"{EAGLE_3},proposal=noise", "τ", SETS, T=1.0),
+        *by_set("FastEagle, our noise", f"{FAST},proposal=noise", "τ", SETS, T=1.0),
         *by_set("Medusa", MEDUSA, "× plain", SETS, (2.07, 2.50, 2.23, 2.08, 1.71)),
         *by_set("EAGLE-3", EAGLE_3, "× plain", SETS, (5.08, 5.97, 4.82, 4.66, 4.51)),
         *by_set("EAGLE-3, Backbone Expansion", BACKBONE_3, "× plain", SETS),
         *by_set("FastEagle", FAST, "× plain", SETS, (5.76, 6.64, 5.51, 5.32, 5.20)),
         *by_set("FastEagle, Backbone Expansion", BACKBONE, "× plain", SETS),
         *by_set("SpS", SMALL, "× plain", SETS, (1.93, 2.23, 1.77, 1.76, 1.93)),
-        *by_set("EAGLE-3", BACKBONE_3, "× plain", SETS, (4.07, 4.65, 4.21, 3.99, 3.83), T=1),
-        *by_set("FastEagle", BACKBONE, "× plain", SETS, (4.85, 5.43, 5.03, 4.78, 4.62), T=1),
-        *by_set("SpS", SMALL, "× plain", SETS, (1.62, 1.72, 1.46, 1.52, 1.66), T=1),
-        *by_set("EAGLE-3, our noise", f"{EAGLE_3},proposal=noise", "× plain", SETS, T=1),
-        *by_set("FastEagle, our noise", f"{FAST},proposal=noise", "× plain", SETS, T=1),
+        *by_set("EAGLE-3", BACKBONE_3, "× plain", SETS, (4.07, 4.65, 4.21, 3.99, 3.83), T=1.0),
+        *by_set("FastEagle", BACKBONE, "× plain", SETS, (4.85, 5.43, 5.03, 4.78, 4.62), T=1.0),
+        *by_set("SpS", SMALL, "× plain", SETS, (1.62, 1.72, 1.46, 1.52, 1.66), T=1.0),
+        *by_set("EAGLE-3, our noise", f"{EAGLE_3},proposal=noise", "× plain", SETS, T=1.0),
+        *by_set("FastEagle, our noise", f"{FAST},proposal=noise", "× plain", SETS, T=1.0),
         compare("τ of FastEagle lies within 0.1 of EAGLE-3's", "τ", FAST, EAGLE_3, *SETS, within=0.1),
         compare("EAGLE-3 commits more tokens than Medusa", "τ", EAGLE_3, MEDUSA, *SETS),
         compare(
@@ -69,19 +68,19 @@ ENTRIES = (
             *SETS,
             within=0.1,
         ),
-        Claim("τ of FastEagle is larger at T = 0", tau(BACKBONE, *SETS), tau(BACKBONE, *SETS, T=1)),
+        Claim("τ of FastEagle is larger at T = 0", tau(BACKBONE, *SETS), tau(BACKBONE, *SETS, T=1.0)),
         compare("EAGLE-3 commits more tokens than SpS", "τ", EAGLE_3, SMALL, *SETS),
-        compare("FastEagle is faster than EAGLE-3 at T = 1", "× plain", BACKBONE, BACKBONE_3, *SETS, T=1),
+        compare("FastEagle is faster than EAGLE-3 at T = 1", "× plain", BACKBONE, BACKBONE_3, *SETS, T=1.0),
         compare("FastEagle is faster than EAGLE-3", "× plain", FAST, EAGLE_3, *SETS),
         compare("EAGLE-3 is faster than Medusa", "× plain", EAGLE_3, MEDUSA, *SETS),
         note="The paper's trees have depth 7 and 10 candidates a level; here heads grow best-first-3x16 or "
         "backbone-3x10. At T = 1 children are drawn (Algorithm 1), the tree is the backbone, and our noise "
         "stands beside it. SpS is our draft model of one block, which is distilled.",
+        model="Vicuna 13B",
     ),
-    entry(
+    Entry(
         "fasteagle-table-2",
         "FastEagle without its tree, its cascade and its feature loss",
-        "LLaMA-Instruct 3.1 8B",
         *by_set("full", FAST, "τ", ABLATED, (6.13, 6.23)),
         *by_set("full, Backbone Expansion", BACKBONE, "τ", ABLATED),
         *by_set("without the tree", CHAIN, "τ", ABLATED, (5.15, 5.21)),
@@ -96,11 +95,11 @@ ENTRIES = (
         compare("without the cascade commits fewer tokens", "τ", FAST, NO_CASCADE, *ABLATED),
         compare("without the feature loss commits fewer tokens", "τ", FAST, NO_FEATURES, *ABLATED),
         note=f"Of the last two: {alike('fasteagle')}",
+        model="LLaMA-Instruct 3.1 8B",
     ),
-    entry(
+    Entry(
         "fasteagle-table-3",
         "speed by the number of texts at once, chains of two",
-        "LLaMA-Instruct 3.1 8B in vLLM",
         *by_batch("EAGLE", SHORT_2, {2: 1.30, 4: 1.25, 8: 1.21}),
         *by_batch("EAGLE-3", SHORT_3, {2: 1.75, 4: 1.68, 8: 1.58}),
         *by_batch("FastEagle", SHORT, {2: 1.95, 4: 1.88, 8: 1.78}),
@@ -108,11 +107,11 @@ ENTRIES = (
         Claim("FastEagle's gain falls from batch 2 to batch 8", speed(SHORT, batch=2), speed(SHORT, batch=8)),
         compare("FastEagle is faster than plain decoding at batch 2", "× plain", SHORT, VANILLA, batch=2),
         note="The paper goes on to batch 56.",
+        model="LLaMA-Instruct 3.1 8B in vLLM",
     ),
-    entry(
+    Entry(
         "fasteagle-figure-3",
         "acceptance by depth, of the guesses accepted before, on MT-bench",
-        "LLaMA-Instruct 3.1 8B",
         *(
             Line(row, f"depth {depth}", _at(depth, drafter), first if depth == 1 else None)
             for row, drafter, first in (
@@ -126,5 +125,6 @@ ENTRIES = (
         Claim("at depth 3 EAGLE-3 keeps more than FastEagle", _at(3, CHAIN_3), _at(3, CHAIN)),
         Claim("at depth 3 FastEagle keeps more than EAGLE-2", _at(3, CHAIN), _at(3, CHAIN_2)),
         note="The paper's heads go to depth 7: FastEagle from 0.81 to 0.74, EAGLE-2 from 0.69 to 0.51.",
+        model="LLaMA-Instruct 3.1 8B",
     ),
 )

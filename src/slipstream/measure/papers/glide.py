@@ -4,11 +4,11 @@ from slipstream.measure.papers.entry import (
     MEDUSA,
     VANILLA,
     Claim,
+    Entry,
     alike,
     by_batch,
     by_set,
     compare,
-    entry,
     figure,
     line,
     speed,
@@ -28,28 +28,27 @@ DATA = "Finance-Alpaca stands for instructions and Code-Python for code; Spider 
 ALIKE = alike("glide")
 
 ENTRIES = (
-    entry(
+    Entry(
         "glide-table-1",
         "acceptance rate and cost of GLIDE beside a draft model of its own",
-        "Vicuna 7B, of GLIDE beside LLAMA-68m",
         *by_set("GLIDE", CHAIN, "α", SETS),
         *by_set("draft model", DRAFT_MODEL, "α", SETS),
-        *by_set("GLIDE", CHAIN, "α", SETS, T=1),
-        *by_set("draft model", DRAFT_MODEL, "α", SETS, T=1),
+        *by_set("GLIDE", CHAIN, "α", SETS, T=1.0),
+        *by_set("draft model", DRAFT_MODEL, "α", SETS, T=1.0),
         line("GLIDE", CHAIN, "c"),
         line("GLIDE", CHAIN, "E"),
         line("draft model", DRAFT_MODEL, "c"),
         line("draft model", DRAFT_MODEL, "E"),
         compare("GLIDE's α exceeds the draft model's", "α", CHAIN, DRAFT_MODEL, *SETS),
-        compare("GLIDE's α exceeds the draft model's at T = 1", "α", CHAIN, DRAFT_MODEL, *SETS, T=1),
+        compare("GLIDE's α exceeds the draft model's at T = 1", "α", CHAIN, DRAFT_MODEL, *SETS, T=1.0),
         compare("GLIDE's expected speed-up exceeds the draft model's", "E", CHAIN, DRAFT_MODEL),
         note=f"{DATA} {ALIKE} The paper's α, 0.57 to 0.69 with Vicuna 13B and 33B, is at T = 1. E is its "
         "expected speed-up, if rows cost nothing.",
+        model="Vicuna 7B, of GLIDE beside LLAMA-68m",
     ),
-    entry(
+    Entry(
         "glide-table-2",
         "α by whose text is learnt, and by its labels",
-        "Vicuna 7B",
         *by_set("the target's text", OWN_TEXT, "α", SETS, (0.650, 0.639, 0.675)),
         *by_set("ready-made text", READY_TEXT, "α", SETS, (0.648, 0.632, 0.670)),
         *by_set("the target's text and labels", CHAIN, "α", SETS),
@@ -57,10 +56,9 @@ ENTRIES = (
         compare("the target's labels give a larger α than its text alone", "α", CHAIN, OWN_TEXT, *SETS),
         note=f"{DATA} {ALIKE} The paper distils by learning text that the target wrote.",
     ),
-    entry(
+    Entry(
         "glide-table-3",
         "milliseconds of drafting: chain, beams, CAPE",
-        "Vicuna 7B",
         line("GLIDE", CHAIN, "draft ms", 5.3),
         line("beam 4", BEAM_4, "draft ms", 10.9),
         line("beam 8", BEAM_8, "draft ms", 14.8),
@@ -71,18 +69,16 @@ ENTRIES = (
             "CAPE drafts less than 1.1 times as long as the chain", "draft ms", CHAIN, CAPE, times=1 / 1.1
         ),
     ),
-    entry(
+    Entry(
         "glide-table-4",
         "speed by the number of texts at once",
-        "Vicuna 7B",
         *by_batch("GLIDE", CHAIN, {1: 1.956, 2: 1.946, 4: 2.084, 8: 1.969}),
         Claim("the speed-up at batch 4 is within 0.2 of batch 1's", speed(CHAIN, batch=4), speed(CHAIN), 0.2),
         note="The paper's ratios are of its tokens/s, of copies of one prompt; here prompts differ.",
     ),
-    entry(
+    Entry(
         "glide-figure-1b",
         "acceptance by the drafter's confidence",
-        "Vicuna 7B",
         *(
             line(row, head, kind)
             for row, head in CONFIDENT.items()
@@ -96,28 +92,26 @@ ENTRIES = (
         ),
         note="Sure: a confidence of 0.5 or more. `python benchmarks/confidence.py glide --plot` draws it.",
     ),
-    entry(
+    Entry(
         "glide-figure-4",
         "α with and without glimpses of the target's cache",
-        "Mistral 7B and Vicuna",
         *by_set("GLIDE", CHAIN, "α", SETS),
         *by_set("without glimpses", BLIND, "α", SETS),
         compare("glimpses give a larger α", "α", CHAIN, BLIND, *SETS),
         note=f"{DATA} {ALIKE} The paper's gains are 0.054 to 0.235.",
+        model="Mistral 7B and Vicuna",
     ),
-    entry(
+    Entry(
         "glide-figure-5",
         "tokens a second on MT-bench",
-        "Vicuna 7B",
         line("plain decoding", VANILLA, "tokens/s", 54.6),
         line("GLIDE", CHAIN, "tokens/s", 106.8),
         compare("GLIDE is faster than plain decoding", "× plain", CHAIN, VANILLA),
         note="The paper's figure has bars without numbers; these are of its Table 4 at batch 1.",
     ),
-    entry(
+    Entry(
         "glide-figure-6",
         "speed on MT-bench: Medusa, GLIDE, with beams, with CAPE",
-        "Vicuna",
         *(line(row, drafter, kind) for kind in ("× plain", "τ") for row, drafter in TREES.items()),
         compare("CAPE is faster than GLIDE alone", "× plain", CAPE, CHAIN),
         compare("CAPE is faster than beam 4", "× plain", CAPE, BEAM_4),
@@ -126,11 +120,11 @@ ENTRIES = (
         compare("GLIDE alone is faster than with beam 4", "× plain", CHAIN, BEAM_4),
         compare("CAPE commits more tokens than the chain", "τ", CAPE, CHAIN),
         note="The paper's figure has bars without numbers: up to 2.5 with CAPE.",
+        model="Vicuna",
     ),
-    entry(
+    Entry(
         "glide-figure-7",
         "α by the block whose cache is read",
-        "Mistral 7B",
         *by_set("the last block's", CHAIN, "α", SETS),
         *by_set("block 16's cache", MIDDLE, "α", SETS),
         *by_set("block 3's cache", LOW, "α", SETS),
@@ -138,11 +132,11 @@ ENTRIES = (
         compare("the last block's cache gives a larger α than block 3's", "α", CHAIN, LOW, *SETS),
         compare("block 16's cache gives a larger α than block 3's", "α", MIDDLE, LOW, *SETS),
         note=f"{DATA} {ALIKE}",
+        model="Mistral 7B",
     ),
-    entry(
+    Entry(
         "glide-figure-8",
         "one layer or two",
-        "Vicuna 7B",
         *by_set("one layer", CHAIN, "× plain", ["mt_bench"]),
         *by_set("two layers", TWO, "× plain", ["mt_bench"]),
         *by_set("one layer", CHAIN, "α", ["mt_bench"]),
@@ -151,10 +145,9 @@ ENTRIES = (
         compare("two layers give a larger α", "α", TWO, CHAIN),
         note=ALIKE,
     ),
-    entry(
+    Entry(
         "glide-figure-9",
         "speed by the head's width",
-        "Vicuna 7B",
         *(line(f"an MLP of {n}", head, kind) for n, head in WIDTHS.items() for kind in ("× plain", "α")),
         compare("768 is faster than 384", "× plain", WIDTHS[768], WIDTHS[384]),
         compare("1536 is faster than 768", "× plain", WIDTHS[1536], WIDTHS[768]),

@@ -91,7 +91,7 @@ def reproduce(
     entries, questions = wanted(names, sets, heads, limit)
     target = loaded(target)
     if not mixtures(target):
-        entries = [replace(entry, lines=(), claims=()) if entry.experts else entry for entry in entries]
+        entries = [entry.without_parts() if entry.experts else entry for entry in entries]
     for home in heads.values():
         read_drafter(find_drafter(home, target), target)  # before hours of measuring the others
     settings = ReproduceSettings(
