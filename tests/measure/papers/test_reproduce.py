@@ -59,11 +59,11 @@ def heads(monkeypatch, target):
 def test_every_entry_can_be_measured():
     """Names are the papers', kinds and sets are known, and every head ships, or is told how to train."""
     assert len(ENTRIES) == 13 + 4 + 11 + 11
-    for entry in ENTRIES.values():
-        assert entry.lines or entry.note, entry.name
+    for name, entry in ENTRIES.items():
+        assert entry.lines or entry.note, name
         for figure in entry.figures:
             assert figure.kind in KINDS
-            assert {name.partition("/")[0] for name in figure.sets} <= OWN.keys()
+            assert {each.partition("/")[0] for each in figure.sets} <= OWN.keys()
             assert figure.head in METHODS.keys() | ARMS.keys() | {"vanilla", "hf_generate"}, figure
 
 

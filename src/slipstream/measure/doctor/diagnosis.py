@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -95,23 +95,22 @@ class Diagnosis:
         return bool(self.drafter.rungs)
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Any:
         """The head's config.json; empty where it has none."""
         home = home_of(self.spec, self.target)
         return {} if home is None else read_json(home / "config.json", "drafter's")
 
     @property
-    def training(self) -> dict[str, Any]:
-        training: dict[str, Any] = self.config.get("training", {})
-        return training
+    def training(self) -> Any:
+        return self.config.get("training", {})
 
     @property
     def promised(self) -> list[float]:
         """Acceptance by depth, as training measured it. Raises Unmeasured where it did not."""
-        acceptance: list[float] = self.training.get("predicted", {}).get("acceptance", [])
-        if not acceptance:
+        promised: list[float] = self.training.get("predicted", {}).get("acceptance", [])
+        if not promised:
             raise Unmeasured("its config.json holds no acceptance of its training")
-        return acceptance
+        return promised
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -142,8 +141,8 @@ class Diagnosis:
         of the record are not compiled."""
         self.progress(f"T = {temperature:g}: the target answers")
         taps = [self.proposer.taps, *shifted(self.proposer.taps, self.target.sizes.blocks)]
-        every = tuple(dict.fromkeys(tap for some in taps for tap in some))
-        recorded = record(self.target, prompts, self.new, every, 8, temperature)
+        distinct = tuple(dict.fromkeys(chain(*taps)))
+        recorded = record(self.target, prompts, self.new, distinct, 8, temperature)
         recorded.compiles = False
         return recorded
 

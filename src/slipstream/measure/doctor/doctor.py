@@ -147,16 +147,16 @@ def doctor(
         ValueError: an unknown drafter, a setting out of range, a question that leaves no room for an answer,
             or a target without a tokenizer.
     """
-    asked = evenly(load_questions(questions), limit)
+    chosen = evenly(load_questions(questions), limit)
     check_counts(batch=batch, max_new_tokens=max_new_tokens)
     check_limits(context=context)
     Sampling(temperature=temperature)
     target = loaded(target)
-    first_prompts(target, asked, max_new_tokens)
+    first_prompts(target, chosen, max_new_tokens)
     if context is not None and context + max_new_tokens >= target.window:
         raise ValueError(f"context is {context:,}; with an answer it must fit {target.window:,} tokens")
     diagnosis = Diagnosis(
-        target, Spec.parse(drafter), asked, temperature, batch, context, max_new_tokens, progress
+        target, Spec.parse(drafter), chosen, temperature, batch, context, max_new_tokens, progress
     )
     diagnosis.drafter  # noqa: B018  an unknown one is refused before anything is measured
     findings = []

@@ -141,17 +141,20 @@ def changes(
         remedy = f'in config.json of the drafter: "taps": {json.dumps(taps)}'
         attempt("tap", f"it reads {', '.join(taps)}", remedy, moved)
 
-    for name, states in _normed(head, recorded, target):
-        remedy = (
-            f"give it {name}: import it again ({suggested('import')}), or train it on this target's states"
-        )
-        attempt("norm", name, remedy, recorded=recorded.part_of(head.taps).with_states(FINAL, states))
-
-    own: Any = getattr(head.head, "norm", None)
-    theirs = final_norm(target)
-    if own is not None and theirs is not None and own.weight.shape == theirs.weight.shape:
+    norm, own = final_norm(target), getattr(head.head, "norm", None)
+    if norm is not None and FINAL in head.taps:
+        with torch.inference_mode():
+            normed = norm(recorded.tapped((FINAL,)))
+        for name, states in {
+            "the last block's states, before the final norm": unnormed(recorded, target),
+            "the final norm applied to the states that it reads": normed,
+        }.items():
+            again = f"import it again ({suggested('import')}), or train it on this target's states"
+            changed = recorded.part_of(head.taps).with_states(FINAL, states)
+            attempt("norm", name, f"give it {name}: {again}", recorded=changed)
+    if norm is not None and own is not None and own.weight.shape == norm.weight.shape:
         remedy = "import the head with its norm.weight, or copy the target's own into its model.safetensors"
-        weight = nn.Parameter(theirs.weight.detach().to(own.weight), requires_grad=False)
+        weight = nn.Parameter(norm.weight.detach().to(own.weight), requires_grad=False)
         with _swapped([own], "weight", weight):
             attempt("norm", "the target's final norm before its LM head", remedy)
 
@@ -171,12 +174,12 @@ def shifted(taps: Sequence[str], blocks: int) -> list[tuple[str, ...]]:
         block = min(max(block + step, 0), blocks)
         return FINAL if block == blocks else f"{INPUT}{block}"
 
-    found = [
+    every = [
         tuple(moved(tap, step) if INPUT in tap or (tap == FINAL and final_too) else tap for tap in taps)
         for step in (-1, 1)
         for final_too in (False, True)
     ]
-    return [each for each in dict.fromkeys(found) if each != tuple(taps) and len({*each}) == len(taps)]
+    return [other for other in dict.fromkeys(every) if other != tuple(taps) and len({*other}) == len(taps)]
 
 
 def final_norm(target: Target) -> Any:
@@ -184,18 +187,6 @@ def final_norm(target: Target) -> Any:
     between = target.trunk()["between"].modules()
     norms = [module for module in between if "norm" in type(module).__name__.lower()]
     return norms[-1] if norms else None
-
-
-def _normed(
-    head: HeadDrafter, recorded: RecordedTarget, target: Target
-) -> Iterator[tuple[str, Float[Tensor, "B S H"]]]:
-    """Final states before the norm, and normed once more."""
-    norm = final_norm(target)
-    if norm is None or FINAL not in head.taps:
-        return
-    yield "the last block's states, before the final norm", unnormed(recorded, target)
-    with torch.inference_mode():
-        yield "the final norm applied to the states that it reads", norm(recorded.tapped((FINAL,)))
 
 
 def unnormed(recorded: RecordedTarget, target: Target) -> Float[Tensor, "B S H"]:

@@ -3,11 +3,8 @@
 from difflib import get_close_matches
 
 from slipstream.measure.papers import bita, eagle, fasteagle, glide
-from slipstream.measure.papers.entry import Entry
 
-ENTRIES: dict[str, Entry] = {
-    entry.name: entry for paper in (eagle, fasteagle, bita, glide) for entry in paper.ENTRIES
-}
+ENTRIES = eagle.ENTRIES | fasteagle.ENTRIES | bita.ENTRIES | glide.ENTRIES  # by the name that users give
 ANSWERS, EQUAL, READY_MADE = (
     "--data answers.jsonl.gz",
     "--recipe recipes/equal_data.yaml --data answers.jsonl.gz",
@@ -44,10 +41,10 @@ ARMS = {  # heads that no weights ship for, and how to train them
 }
 
 
-def entry_of(name: str) -> Entry:
-    """The entry of this name. Raises ValueError, with the nearest name, where there is none."""
+def known_name(name: str) -> str:
+    """The same name. Raises ValueError, with the nearest name, where no entry has it."""
     if name in ENTRIES:
-        return ENTRIES[name]
+        return name
     nearest = get_close_matches(name.lower().replace("_", "-").replace(" ", "-"), ENTRIES, 1, 0.4)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"Unknown table or figure: {name!r}.{hint} `slipstream reproduce --list` shows all")

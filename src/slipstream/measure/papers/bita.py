@@ -51,11 +51,10 @@ def _compared(drafters: dict[str, str], sets: Sets, paper: Speeds) -> tuple[Line
     return tuple(chain(*speeds, *(by_set(row, drafter, "τ", sets) for row, drafter in drafters.items())))
 
 
-def _decoding(name: str, sets: Sets, paper: Speeds) -> Entry:
+def _decoding(sets: Sets, paper: Speeds) -> Entry:
     best = speed(EFFICIENT, *sets)
     faster = {"straightforward decoding": CHAIN, **FULL}
     return Entry(
-        name,
         f"decoding methods on {' and '.join(sets)}",
         *_compared(METHODS, sets, paper),
         *(
@@ -74,9 +73,8 @@ def _decoding(name: str, sets: Sets, paper: Speeds) -> Entry:
     )
 
 
-def _designs(name: str, sets: Sets, paper: Speeds) -> Entry:
+def _designs(sets: Sets, paper: Speeds) -> Entry:
     return Entry(
-        name,
         f"prompting designs on {' and '.join(sets)}",
         *_compared({**DESIGNS, "bi-directional tuning": DEEP}, sets, paper),
         *(
@@ -87,17 +85,15 @@ def _designs(name: str, sets: Sets, paper: Speeds) -> Entry:
     )
 
 
-ENTRIES = (
-    Entry(
-        "bita-figure-1",
+ENTRIES = {
+    "bita-figure-1": Entry(
         "speed on MT-bench over plain decoding",
         line("BiTA", EFFICIENT, "× plain", 2.35),
         line("BiTA", EFFICIENT, "τ"),
         compare("BiTA is faster than plain decoding", "× plain", EFFICIENT, VANILLA),
         note=HOSTS,
     ),
-    Entry(
-        "bita-figure-7",
+    "bita-figure-7": Entry(
         "BiTA beside Medusa on MT-bench",
         line("BiTA", EFFICIENT, "× plain", 2.35),
         line("Medusa", MEDUSA, "× plain", 1.97),
@@ -106,16 +102,14 @@ ENTRIES = (
         compare("BiTA is 1.19 times as fast as Medusa or more", "× plain", EFFICIENT, MEDUSA, times=1.19),
         note=HOSTS,
     ),
-    Entry(
-        "bita-figure-8",
+    "bita-figure-8": Entry(
         "speed by the number of prompt tokens",
         *(line(f"{n} prompts", head, kind) for n, head in PROMPTS.items() for kind in ("× plain", "τ")),
         compare("16 prompts are faster than 4", "× plain", PROMPTS[16], PROMPTS[4]),
         compare("64 prompts are as fast as 16, to 0.1", "× plain", PROMPTS[64], PROMPTS[16], within=0.1),
         model="LLaMA-2-7B",
     ),
-    Entry(
-        "bita-figure-9",
+    "bita-figure-9": Entry(
         "speed by the number of mask tokens",
         Line("first masks of the head", "2 masks", tau("bita:tree=chain-2,hosts=1")),
         Line("first masks of the head", "3 masks", tau(CHAIN)),
@@ -129,8 +123,7 @@ ENTRIES = (
         note="The paper trains an arm for each number; here the first masks of one head draft.",
         model="LLaMA-2-7B",
     ),
-    Entry(
-        "bita-table-1",
+    "bita-table-1": Entry(
         "speed on summaries, MT-bench, conversation and code",
         *by_set("BiTA", EFFICIENT, "× plain", SETS, (2.19, 2.38, 2.29, 2.73)),
         *by_set("BiTA", EFFICIENT, "τ", SETS),
@@ -141,8 +134,7 @@ ENTRIES = (
         note=HOSTS,
         model="LLaMA-2-7B",
     ),
-    Entry(
-        "bita-table-2",
+    "bita-table-2": Entry(
         "BiTA beside methods of speculative decoding on MT-bench",
         line("Lookahead", "lookahead", "× plain", 1.70),
         line("self-speculative", "self-speculative", "× plain"),
@@ -153,14 +145,12 @@ ENTRIES = (
         note="Self-speculation: `slipstream tune --drafter self-speculative` finds the blocks to skip first.",
         model="LLaMA-2-7B",
     ),
-    _designs("bita-table-3", ("cip", "humaneval"), [(1.94, 2.12), (2.01, 2.31), (2.29, 2.73)]),
-    _decoding(
-        "bita-table-4",
+    "bita-table-3": _designs(("cip", "humaneval"), [(1.94, 2.12), (2.01, 2.31), (2.29, 2.73)]),
+    "bita-table-4": _decoding(
         ("xsum", "mt_bench"),
         [(1.63, 1.82), (1.81, 2.04), (2.02, 2.23), (1.97, 2.05), (2.19, 2.38)],
     ),
-    Entry(
-        "bita-table-7",
+    "bita-table-7": Entry(
         "speed by category of MT-bench",
         *(Line("BiTA", category, _on(category), paper) for category, paper in CATEGORIES.items()),
         Claim("coding gains more than roleplay", _on("coding"), _on("roleplay")),
@@ -168,10 +158,9 @@ ENTRIES = (
         note="The first turns of MT-bench: a larger --limit gives each category more of them.",
         model="LLaMA-2-7B",
     ),
-    _designs("bita-table-8", ("xsum", "mt_bench"), [(1.95, 2.00), (2.03, 2.06), (2.19, 2.38)]),
-    _decoding(
-        "bita-table-9",
+    "bita-table-8": _designs(("xsum", "mt_bench"), [(1.95, 2.00), (2.03, 2.06), (2.19, 2.38)]),
+    "bita-table-9": _decoding(
         ("cip", "humaneval"),
         [(1.89, 2.06), (2.02, 2.39), (2.14, 2.58), (1.93, 2.29), (2.29, 2.73)],
     ),
-)
+}

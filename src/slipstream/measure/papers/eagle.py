@@ -40,9 +40,8 @@ DISTILLED = (
 )
 
 
-ENTRIES = (
-    Entry(
-        "eagle-figure-1",
+ENTRIES = {
+    "eagle-figure-1": Entry(
         "speed on MT-bench at T = 0 beside Medusa and Lookahead",
         line("EAGLE", TREE, "× plain", 2.90),
         line("EAGLE, Medusa's tree", SAME_TREE, "× plain"),
@@ -57,8 +56,7 @@ ENTRIES = (
         compare("EAGLE is faster than plain decoding", "× plain", TREE, VANILLA),
         note=f"The paper's Figure 1 has bars without numbers; 2.90 is Table 7's at batch 1. {DISTILLED}",
     ),
-    Entry(
-        "eagle-figure-2",
+    "eagle-figure-2": Entry(
         "speed on MT-bench at T = 1",
         line("EAGLE", TREE, "× plain", T=1.0),
         line("EAGLE, chain", CHAIN, "× plain", T=1.0),
@@ -71,8 +69,7 @@ ENTRIES = (
         Claim("it gains more at T = 0 than at T = 1", speed(TREE), speed(TREE, T=1.0)),
         note=f"{ALGORITHM_1} {DISTILLED}",
     ),
-    Entry(
-        "eagle-figure-4",
+    "eagle-figure-4": Entry(
         "drafting from tokens, features, and both with the token shifted",
         line(BOTH, TREE, "× plain", 2.8),
         line("features", FEATURES, "× plain", 1.9),
@@ -83,16 +80,14 @@ ENTRIES = (
         compare("features are faster than tokens", "× plain", FEATURES, TOKENS),
         note=alike("eagle"),
     ),
-    Entry(
-        "eagle-figure-7",
+    "eagle-figure-7": Entry(
         "speed with and without the tree",
         line("tree", TREE, "× plain", 2.90),
         line("chain", CHAIN, "× plain"),
         compare("the tree is faster than the chain", "× plain", TREE, CHAIN),
         note="The paper's figure has bars without numbers: the chain about 2.3 to 2.7.",
     ),
-    Entry(
-        "eagle-figure-8",
+    "eagle-figure-8": Entry(
         "τ, 0-α and 1-α by the head's inputs",
         line(BOTH, TREE, "τ", 3.94),
         *n_alpha(BOTH, CHAIN, ON_MT)[:2],
@@ -120,8 +115,7 @@ ENTRIES = (
         ),
         note=f"The paper's figure has bars without numbers; those here are Table 2's. {alike('eagle')}",
     ),
-    Entry(
-        "eagle-table-1",
+    "eagle-table-1": Entry(
         "τ on code, mathematics and instructions, at T = 0 and 1",
         *by_set("EAGLE", TREE, "τ", TASKS, (4.29, 4.00, 3.86)),
         *by_set("EAGLE", TREE, "τ", TASKS, (3.43, 3.29, 3.30), T=1.0),
@@ -137,8 +131,7 @@ ENTRIES = (
         Claim("τ is larger on mathematics than on instructions", tau(TREE, "gsm8k"), tau(TREE, "alpaca")),
         note=ALGORITHM_1,
     ),
-    Entry(
-        "eagle-table-2",
+    "eagle-table-2": Entry(
         "τ and n-α on MT-bench, at T = 0 and 1",
         line("EAGLE", TREE, "τ", 3.94),
         *n_alpha("EAGLE", CHAIN, ON_MT),
@@ -151,8 +144,7 @@ ENTRIES = (
         Claim("τ is larger at T = 0 than at T = 1", tau(TREE), tau(TREE, T=1.0)),
         note=ALGORITHM_1,
     ),
-    Entry(
-        "eagle-table-3",
+    "eagle-table-3": Entry(
         "a mixture of experts: τ and n-α",
         line("EAGLE", TREE, "τ", 3.25),
         *n_alpha("EAGLE", CHAIN, (0.67, 0.62, 0.61, 0.64, 0.63)),
@@ -164,8 +156,7 @@ ENTRIES = (
         experts=True,
         model="Mixtral 8x7B",
     ),
-    Entry(
-        "eagle-table-4",
+    "eagle-table-4": Entry(
         "tokens a second beside a compiled and an uncompiled baseline",
         line("Hugging Face", HF, "tokens/s", 24.5),
         line("plain decoding (paper: gpt-fast)", VANILLA, "tokens/s", 55.1),
@@ -175,15 +166,13 @@ ENTRIES = (
         note="Give --compile; --quantize int4 makes the paper's other column.",
         model="LLaMA2-Chat 7B, FP16",
     ),
-    Entry(
-        "eagle-table-5",
+    "eagle-table-5": Entry(
         "τ with and without the tree",
         line("chain", CHAIN, "τ", 3.20),
         line("tree", TREE, "τ", 3.94),
         compare("the tree commits more tokens than the chain", "τ", TREE, CHAIN),
     ),
-    Entry(
-        "eagle-table-6",
+    "eagle-table-6": Entry(
         "training on a fixed data set or on the target's own answers",
         line("fixed data set", FIXED, "τ", 3.62),
         line("the target's answers", TREE, "τ", 3.75),
@@ -191,14 +180,12 @@ ENTRIES = (
         note=alike("eagle"),
         model="LLaMA2-Chat 7B",
     ),
-    Entry(
-        "eagle-table-7",
+    "eagle-table-7": Entry(
         "speed by the number of texts at once",
         *by_batch("EAGLE", TREE, {1: 2.90, 2: None, 3: 2.65, 4: None}),
         Claim("the speed-up falls from batch 1 to batch 4", speed(TREE), speed(TREE, batch=4)),
     ),
-    Entry(
-        "eagle-table-8",
+    "eagle-table-8": Entry(
         "τ and n-α on code, mathematics and instructions, at T = 0",
         line("humaneval", TREE, "τ", 4.29, "humaneval"),
         *n_alpha("humaneval", CHAIN, (0.82, 0.77, 0.72, 0.69, 0.71), "humaneval"),
@@ -211,4 +198,4 @@ ENTRIES = (
             for name in TASKS
         ),
     ),
-)
+}

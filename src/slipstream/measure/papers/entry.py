@@ -69,7 +69,6 @@ class Entry:
     """A table or a figure of a paper.
 
     Args:
-        name: for `reproduce`.
         shows: what it is about.
         parts: its lines, which are measured, and its claims, which must follow.
         model: whose figures are quoted from the paper.
@@ -79,19 +78,18 @@ class Entry:
 
     def __init__(
         self,
-        name: str,
         shows: str,
         *parts: Line | Claim,
         model: str = "Vicuna 7B",
         note: str = "",
         experts: bool = False,
     ) -> None:
-        self.name, self.shows, self.model, self.note, self.experts = name, shows, model, note, experts
+        self.shows, self.model, self.note, self.experts = shows, model, note, experts
         self.lines = [part for part in parts if isinstance(part, Line)]
         self.claims = [part for part in parts if isinstance(part, Claim)]
 
     def without_parts(self) -> "Entry":
-        return Entry(self.name, self.shows, model=self.model, note=self.note, experts=self.experts)
+        return Entry(self.shows, model=self.model, note=self.note, experts=self.experts)
 
     @property
     def figures(self) -> list[Figure]:

@@ -32,9 +32,8 @@ def _at(depth: int, drafter: str) -> Figure:
     return figure(f"{depth - 1}-α", drafter)
 
 
-ENTRIES = (
-    Entry(
-        "fasteagle-table-1",
+ENTRIES = {
+    "fasteagle-table-1": Entry(
         "τ and speed of Medusa, EAGLE-3 and FastEagle on five sets",
         *by_set("Medusa", MEDUSA, "τ", SETS, (2.59, 2.78, 2.64, 2.45, 2.09)),
         *by_set("EAGLE-3", EAGLE_3, "τ", SETS, (6.25, 7.14, 5.89, 5.77, 6.07)),
@@ -78,8 +77,7 @@ ENTRIES = (
         "stands beside it. SpS is our draft model of one block, which is distilled.",
         model="Vicuna 13B",
     ),
-    Entry(
-        "fasteagle-table-2",
+    "fasteagle-table-2": Entry(
         "FastEagle without its tree, its cascade and its feature loss",
         *by_set("full", FAST, "τ", ABLATED, (6.13, 6.23)),
         *by_set("full, Backbone Expansion", BACKBONE, "τ", ABLATED),
@@ -97,8 +95,7 @@ ENTRIES = (
         note=f"Of the last two: {alike('fasteagle')}",
         model="LLaMA-Instruct 3.1 8B",
     ),
-    Entry(
-        "fasteagle-table-3",
+    "fasteagle-table-3": Entry(
         "speed by the number of texts at once, chains of two",
         *by_batch("EAGLE", SHORT_2, {2: 1.30, 4: 1.25, 8: 1.21}),
         *by_batch("EAGLE-3", SHORT_3, {2: 1.75, 4: 1.68, 8: 1.58}),
@@ -109,8 +106,7 @@ ENTRIES = (
         note="The paper goes on to batch 56.",
         model="LLaMA-Instruct 3.1 8B in vLLM",
     ),
-    Entry(
-        "fasteagle-figure-3",
+    "fasteagle-figure-3": Entry(
         "acceptance by depth, of the guesses accepted before, on MT-bench",
         *(
             Line(row, f"depth {depth}", _at(depth, drafter), first if depth == 1 else None)
@@ -127,4 +123,4 @@ ENTRIES = (
         note="The paper's heads go to depth 7: FastEagle from 0.81 to 0.74, EAGLE-2 from 0.69 to 0.51.",
         model="LLaMA-Instruct 3.1 8B",
     ),
-)
+}

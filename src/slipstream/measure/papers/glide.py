@@ -27,9 +27,8 @@ CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fastea
 DATA = "Finance-Alpaca stands for instructions and Code-Python for code; Spider is left out."
 ALIKE = alike("glide")
 
-ENTRIES = (
-    Entry(
-        "glide-table-1",
+ENTRIES = {
+    "glide-table-1": Entry(
         "acceptance rate and cost of GLIDE beside a draft model of its own",
         *by_set("GLIDE", CHAIN, "α", SETS),
         *by_set("draft model", DRAFT_MODEL, "α", SETS),
@@ -46,8 +45,7 @@ ENTRIES = (
         "expected speed-up, if rows cost nothing.",
         model="Vicuna 7B, of GLIDE beside LLAMA-68m",
     ),
-    Entry(
-        "glide-table-2",
+    "glide-table-2": Entry(
         "α by whose text is learnt, and by its labels",
         *by_set("the target's text", OWN_TEXT, "α", SETS, (0.650, 0.639, 0.675)),
         *by_set("ready-made text", READY_TEXT, "α", SETS, (0.648, 0.632, 0.670)),
@@ -56,8 +54,7 @@ ENTRIES = (
         compare("the target's labels give a larger α than its text alone", "α", CHAIN, OWN_TEXT, *SETS),
         note=f"{DATA} {ALIKE} The paper distils by learning text that the target wrote.",
     ),
-    Entry(
-        "glide-table-3",
+    "glide-table-3": Entry(
         "milliseconds of drafting: chain, beams, CAPE",
         line("GLIDE", CHAIN, "draft ms", 5.3),
         line("beam 4", BEAM_4, "draft ms", 10.9),
@@ -69,15 +66,13 @@ ENTRIES = (
             "CAPE drafts less than 1.1 times as long as the chain", "draft ms", CHAIN, CAPE, times=1 / 1.1
         ),
     ),
-    Entry(
-        "glide-table-4",
+    "glide-table-4": Entry(
         "speed by the number of texts at once",
         *by_batch("GLIDE", CHAIN, {1: 1.956, 2: 1.946, 4: 2.084, 8: 1.969}),
         Claim("the speed-up at batch 4 is within 0.2 of batch 1's", speed(CHAIN, batch=4), speed(CHAIN), 0.2),
         note="The paper's ratios are of its tokens/s, of copies of one prompt; here prompts differ.",
     ),
-    Entry(
-        "glide-figure-1b",
+    "glide-figure-1b": Entry(
         "acceptance by the drafter's confidence",
         *(
             line(row, head, kind)
@@ -92,8 +87,7 @@ ENTRIES = (
         ),
         note="Sure: a confidence of 0.5 or more. `python benchmarks/confidence.py glide --plot` draws it.",
     ),
-    Entry(
-        "glide-figure-4",
+    "glide-figure-4": Entry(
         "α with and without glimpses of the target's cache",
         *by_set("GLIDE", CHAIN, "α", SETS),
         *by_set("without glimpses", BLIND, "α", SETS),
@@ -101,16 +95,14 @@ ENTRIES = (
         note=f"{DATA} {ALIKE} The paper's gains are 0.054 to 0.235.",
         model="Mistral 7B and Vicuna",
     ),
-    Entry(
-        "glide-figure-5",
+    "glide-figure-5": Entry(
         "tokens a second on MT-bench",
         line("plain decoding", VANILLA, "tokens/s", 54.6),
         line("GLIDE", CHAIN, "tokens/s", 106.8),
         compare("GLIDE is faster than plain decoding", "× plain", CHAIN, VANILLA),
         note="The paper's figure has bars without numbers; these are of its Table 4 at batch 1.",
     ),
-    Entry(
-        "glide-figure-6",
+    "glide-figure-6": Entry(
         "speed on MT-bench: Medusa, GLIDE, with beams, with CAPE",
         *(line(row, drafter, kind) for kind in ("× plain", "τ") for row, drafter in TREES.items()),
         compare("CAPE is faster than GLIDE alone", "× plain", CAPE, CHAIN),
@@ -122,8 +114,7 @@ ENTRIES = (
         note="The paper's figure has bars without numbers: up to 2.5 with CAPE.",
         model="Vicuna",
     ),
-    Entry(
-        "glide-figure-7",
+    "glide-figure-7": Entry(
         "α by the block whose cache is read",
         *by_set("the last block's", CHAIN, "α", SETS),
         *by_set("block 16's cache", MIDDLE, "α", SETS),
@@ -134,8 +125,7 @@ ENTRIES = (
         note=f"{DATA} {ALIKE}",
         model="Mistral 7B",
     ),
-    Entry(
-        "glide-figure-8",
+    "glide-figure-8": Entry(
         "one layer or two",
         *by_set("one layer", CHAIN, "× plain", ["mt_bench"]),
         *by_set("two layers", TWO, "× plain", ["mt_bench"]),
@@ -145,8 +135,7 @@ ENTRIES = (
         compare("two layers give a larger α", "α", TWO, CHAIN),
         note=ALIKE,
     ),
-    Entry(
-        "glide-figure-9",
+    "glide-figure-9": Entry(
         "speed by the head's width",
         *(line(f"an MLP of {n}", head, kind) for n, head in WIDTHS.items() for kind in ("× plain", "α")),
         compare("768 is faster than 384", "× plain", WIDTHS[768], WIDTHS[384]),
@@ -154,4 +143,4 @@ ENTRIES = (
         note="The paper widens the whole layer, from 768 to 4,096. Here it is as wide as the target's "
         "states.",
     ),
-)
+}

@@ -119,7 +119,7 @@ class Measurements:
         """Sums over the groups, and over groups drawn anew: the same for all figures of the same groups."""
         rows = self._rows(figure, name)
         by_group = ([rows[question] for question in group] for group in groups)
-        counts = torch.stack([torch.tensor(some, dtype=torch.float64).sum(0) for some in by_group])
+        counts = torch.stack([torch.tensor(row, dtype=torch.float64).sum(0) for row in by_group])
         n, generator = len(counts), torch.Generator().manual_seed(crc32(name.encode()))
         drawn = torch.full((SAMPLES, counts.shape[1]), torch.nan, dtype=torch.float64)
         if n > 1:  # n − 1 of them are drawn, as `paired` explains

@@ -4,7 +4,7 @@ What tables share is measured once: along the target's recorded answers to a set
 of every drafter, and in one race per set what takes time. Tables and relations follow from these cells.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -21,7 +21,7 @@ from slipstream.measure.bench_report import BenchReport, Counted
 from slipstream.measure.confidence import by_question
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.experts import mixtures
-from slipstream.measure.papers import ARMS, ENTRIES, entry_of
+from slipstream.measure.papers import ARMS, ENTRIES, known_name
 from slipstream.measure.papers.entry import BASELINES, HF, VANILLA, Entry
 from slipstream.measure.papers.kinds import CONFIDENCE, RACE
 from slipstream.measure.papers.measurements import Cell, Measurements, Place, place
@@ -91,12 +91,12 @@ def reproduce(
     entries, questions = wanted(names, sets, heads, limit)
     target = loaded(target)
     if not mixtures(target):
-        entries = [entry.without_parts() if entry.experts else entry for entry in entries]
+        entries |= {name: entry.without_parts() for name, entry in entries.items() if entry.experts}
     for home in heads.values():
         read_drafter(find_drafter(home, target), target)  # before hours of measuring the others
     settings = ReproduceSettings(
         limit=limit,
-        sets={name: _question_set(some) for name, some in questions.items()},
+        sets={name: _question_set(asked) for name, asked in questions.items()},
         heads=heads,
         fingerprint=target.stamp,
         marks={},
@@ -118,17 +118,17 @@ def reproduce(
 
 def wanted(
     names: Sequence[str], given: Mapping[str, Asking], heads: Mapping[str, str], limit: int | None
-) -> tuple[list[Entry], dict[str, list[Question]]]:
+) -> tuple[dict[str, Entry], dict[str, list[Question]]]:
     """The entries of these names, default all, and the questions that they ask, by set; the first turn of
     each. Raises ValueError as `reproduce` does."""
-    entries = [entry_of(name) for name in dict.fromkeys(several(names or ENTRIES))]
+    entries = {name: ENTRIES[name] for name in map(known_name, several(names or ENTRIES))}
     known = {figure.head for entry in ENTRIES.values() for figure in entry.figures} - {*BASELINES}
     if unknown := [name for name in heads if name not in known]:
         raise ValueError(f"Unknown head: {unknown[0]!r}. Heads: {', '.join(sorted(known))}")
     if unknown := [name for name in given if name not in OWN]:
         raise ValueError(f"Unknown set: {unknown[0]!r}. Sets: {', '.join(OWN)}")
     questions: dict[str, list[Question]] = {}
-    for name in dict.fromkeys(cell.asked for cell in _places(entries)):
+    for name in dict.fromkeys(cell.asked for cell in _places(entries.values())):
         if name in given or name in SHIPPED:
             chosen = load_questions([given.get(name, name)], limit)
         else:
@@ -137,7 +137,7 @@ def wanted(
     return entries, questions
 
 
-def _places(entries: Sequence[Entry]) -> list[Place]:
+def _places(entries: Iterable[Entry]) -> list[Place]:
     """The cells that entries need."""
     figures = [figure for entry in entries for figure in entry.figures]
     return list(dict.fromkeys(place(figure, name) for figure in figures for name in figure.sets))
@@ -173,7 +173,7 @@ class _Reproduction:
     """A run under way: the cells that there are, and those that are still to be measured."""
 
     target: HFTarget
-    entries: list[Entry]
+    entries: dict[str, Entry]
     questions: dict[str, list[Question]]
     settings: ReproduceSettings
     new_tokens: int
@@ -205,7 +205,7 @@ class _Reproduction:
     def plan(self, speed: bool) -> None:
         """Find what is to be measured, what is not here, and how long it will take. Raises ValueError where
         an earlier run's cells are of other drafters."""
-        places = _places(self.entries)
+        places = _places(self.entries.values())
         for drafter in dict.fromkeys(cell.drafter for cell in places):
             if drafter not in BASELINES:
                 self._check(drafter)
@@ -268,11 +268,7 @@ class _Reproduction:
     def measure(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Measure what is wanted, step by step."""
         for group in self._grouped():
-            if group[0].how == RACE:
-                self._race(group, progress)
-                yield
-            else:
-                yield from self._predict(group, progress)
+            yield from (self._race if group[0].how == RACE else self._predict)(group, progress)
 
     def _predict(self, group: Sequence[Place], progress: Callable[[str], None]) -> Iterator[None]:
         """Hold the drafters against the target's recorded answers."""
@@ -286,10 +282,11 @@ class _Reproduction:
         for cell in group:
             progress(f"{name}, T = {temperature:g}: {cell.how} of {cell.drafter}")
             count = _judged if cell.how == CONFIDENCE else _predicted
-            self._add(cell, *count(drafters[cell.drafter], recorded, names))
+            columns, rows = count(drafters[cell.drafter], recorded, names)
+            self.cells[cell] = Cell(**cell._asdict(), columns=columns, questions=rows)
             yield
 
-    def _race(self, group: Sequence[Place], progress: Callable[[str], None]) -> None:
+    def _race(self, group: Sequence[Place], progress: Callable[[str], None]) -> Iterator[None]:
         """A race of plain decoding, Hugging Face and the drafters."""
         _, name, temperature, batch, _ = group[0]
         drafters = {drafter: self._load(drafter, temperature, batch) for drafter in _drafters(group)}
@@ -307,17 +304,16 @@ class _Reproduction:
         )
         for method in (*BASELINES, *drafters):
             rows = {turn.question: _timed(turn.given, method) for turn in reports[-1].turns}
-            self._add(group[0]._replace(drafter=method), RACE_COLUMNS, rows)
-
-    def _add(self, cell: Place, columns: list[str], questions: dict[str, list[float]]) -> None:
-        self.cells[cell] = Cell(**cell._asdict(), columns=columns, questions=questions)
+            cell = group[0]._replace(drafter=method)
+            self.cells[cell] = Cell(**cell._asdict(), columns=RACE_COLUMNS, questions=rows)
+        yield
 
     def report(self, stopped: str | None = None) -> ReproduceReport:
         """What was found; with its tables, unless more is to come. Those of an earlier run stand first."""
         categories = {name: questions.categories for name, questions in self.settings.sets.items()}
-        measurements, entries = Measurements(self.cells, categories), [] if stopped else self.entries
-        tables = [Table.of(entry, measurements, self.new_tokens, self.missing) for entry in entries]
-        names = {table.name for table in tables}
+        measurements, entries = Measurements(self.cells, categories), {} if stopped else self.entries
+        about = measurements, self.new_tokens, self.missing
+        tables = [Table.of(name, entry, *about) for name, entry in entries.items()]
         report = ReproduceReport(
             **heading(self.target),
             max_new_tokens=self.new_tokens,
@@ -326,7 +322,7 @@ class _Reproduction:
             estimate_seconds=round(self.estimate, 1),
             seconds=round(perf_counter() - self.began, 1),
             cells=[*self.cells.values()],
-            tables=[*(table for table in self.tables if table.name not in names), *tables],
+            tables=[*(table for table in self.tables if table.name not in entries), *tables],
         )
         return report if stopped is None else report.stopped_by(stopped)
 

@@ -84,31 +84,25 @@ class Table(Part):
     note: str
 
     @classmethod
-    def of(
-        cls, entry: Entry, measurements: Measurements, new_tokens: int, missing: dict[str, str]
-    ) -> "Table":
-        """An entry's table. `missing`: by drafter."""
+    def of(cls, name: str, entry: Entry, cells: Measurements, new: int, missing: dict[str, str]) -> "Table":
+        """An entry's table. `new`: tokens of each answer; `missing`: by drafter, what to do about it."""
         values, relations = [], []
         for line in entry.lines:
-            ours, interval = measurements.value(line.figure)
-            values.append(
-                Value(row=line.row, column=line.column, ours=ours, interval=interval, paper=line.paper)
-            )
+            row, column, paper, (ours, interval) = line.row, line.column, line.paper, cells.value(line.figure)
+            values.append(Value(row=row, column=column, ours=ours, interval=interval, paper=paper))
         for claim in entry.claims:
-            verdict, difference, interval = measurements.verdict(claim)
-            relations.append(
-                Relation(claim=claim.text, verdict=verdict, difference=difference, interval=interval)
-            )
-        counts = [count for figure in entry.figures if (count := measurements.questions(figure))]
-        absent = dict.fromkeys(figure.drafter for figure in entry.figures if figure.drafter in missing)
+            text, (verdict, by, interval) = claim.text, cells.verdict(claim)
+            relations.append(Relation(claim=text, verdict=verdict, difference=by, interval=interval))
+        counts = [count for figure in entry.figures if (count := cells.questions(figure))]
+        absent = [missing[figure.drafter] for figure in entry.figures if figure.drafter in missing]
         return cls(
-            name=entry.name,
+            name=name,
             shows=entry.shows,
             model=entry.model,
-            smoke=new_tokens < TOKENS or min(counts, default=QUESTIONS) < QUESTIONS,
+            smoke=new < TOKENS or min(counts, default=QUESTIONS) < QUESTIONS,
             values=values,
             relations=relations,
-            missing=list(dict.fromkeys(missing[drafter] for drafter in absent)),
+            missing=list(dict.fromkeys(absent)),
             note=entry.note,
         )
 
