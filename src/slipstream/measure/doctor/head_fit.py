@@ -87,17 +87,17 @@ def fit(head: HeadDrafter, recorded: RecordedTarget) -> Fit:
 
     probe.scores = scores  # type: ignore[method-assign]
     probe.grow_as(ONE)
-    ids = torch.full((probe.width + 1,), -1, device=recorded.device)  # the last: of −1, past a text's end
-    ids[probe.vocab] = torch.arange(len(probe.vocab), device=recorded.device)
+    index_of = torch.full((probe.width + 1,), -1, device=recorded.device)  # the last: of −1, past the end
+    index_of[probe.vocab] = torch.arange(len(probe.vocab), device=recorded.device)
     ahead, parts = torch.arange(3, device=recorded.device), list[Tensor]()
     for session, _ in rounds(probe, recorded, one_by_one, ONE):
         assert session.span is not None
         log_q = logits.pop()[:, 0].log_softmax(-1)
         logits.clear()
         places = (session.span.start[:, None] + ahead).clamp(max=recorded.tokens.shape[1] - 1)
-        right = ids[recorded.tokens[session.cache.texts[:, None], places]]
-        known = log_q.gather(1, right.clamp(min=0)).clamp(min=LEAST).masked_fill(right < 0, torch.nan)
-        likeliest = (log_q.argmax(1) == right[:, 1]).to(log_q)
+        index = index_of[recorded.tokens[session.cache.texts[:, None], places]]
+        known = log_q.gather(1, index.clamp(min=0)).clamp(min=LEAST).masked_fill(index < 0, torch.nan)
+        likeliest = (log_q.argmax(1) == index[:, 1]).to(log_q)
         parts.append(torch.cat([known, likeliest[:, None]], 1).double())
     return Fit(*torch.cat(parts).unbind(1))
 
