@@ -24,8 +24,8 @@ from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.machine import versions
 from slipstream.measure.papers import ENTRIES
-from slipstream.measure.papers.entry import RACE
-from slipstream.measure.papers.evidence import ABSENT, Cell, Evidence
+from slipstream.measure.papers.kinds import RACE
+from slipstream.measure.papers.measurements import ABSENT, Cell, Measurements
 from slipstream.measure.papers.reproduce_report import ReproduceReport
 from slipstream.results import Figures, Part, Result, made
 from slipstream.targets import load_target
@@ -116,19 +116,20 @@ def compare(
     """Relations between speeds over plain decoding, and these speeds on MT-bench at T = 0."""
     raced = [each for each in report.cells if each.how == RACE and each.batch == 1 and each.drafter in rows]
     cells = {each.place: computed(each, rows[each.drafter], passes, layer, head) for each in raced}
-    evidence = Evidence(cells, {name: asked.categories for name, asked in report.settings.sets.items()})
+    categories = {name: questions.categories for name, questions in report.settings.sets.items()}
+    measurements = Measurements(cells, categories)
     relations, speeds = list[Computed](), dict[str, float]()
     for table in report.tables:
         entry, here = ENTRIES[table.name], {each.claim: each.verdict for each in table.relations}
         timed = [each for each in entry.claims if {each.left.kind, each.right.kind} == {SPEED}]
         for claim in timed:
-            verdict, difference, interval = evidence.verdict(claim)
+            verdict, difference, interval = measurements.verdict(claim)
             if verdict != ABSENT and claim.text in here:
                 what = {"claim": claim.text, "measured": here[claim.text], "computed": verdict}
                 what |= {"difference": difference, "interval": interval}
                 relations.append(Computed(table=table.name, **what))
         for figure in entry.figures:
-            value = evidence.value(figure)[0] if figure.kind == SPEED else None
+            value = measurements.value(figure)[0] if figure.kind == SPEED else None
             if value is not None and figure.sets == ("mt_bench",) and not figure.temperature:
                 speeds[figure.drafter] = value
     return {"relations": relations, "speeds": speeds}

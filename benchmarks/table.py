@@ -90,7 +90,7 @@ def _paper_table(table: Table) -> str:
         cells = {(column, row): told for (row, column), told in cells.items()}
         rows, columns = columns, rows
     body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
-    verdicts = [f"- **{relation.verdict}**: {relation.told}" for relation in table.relations]
+    verdicts = [f"- **{relation.verdict}**: {relation.text}" for relation in table.relations]
     few = "Fewer than 20 questions of a set: smoke." if table.smoke else ""
     about = " ".join(filter(None, (f"The paper's target is {table.model}.", table.note, few)))
     parts = [f"## `{table.name}`: {table.shows}", about, _table(["", *columns], body), "\n".join(verdicts)]

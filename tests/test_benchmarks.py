@@ -40,7 +40,7 @@ from slipstream.machine import hardware
 from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.confidence import calibrate
 from slipstream.measure.papers import reproduce, reproduce_report as reproduced
-from slipstream.measure.papers.evidence import Cell
+from slipstream.measure.papers.measurements import Cell
 from slipstream.measure.questions import Question
 from slipstream.measure.runner import Contest
 from slipstream.targets import HFTarget, load_target
@@ -583,7 +583,7 @@ def test_the_time_to_the_first_token_tells_nothing_of_another_salt(monkeypatch):
 def test_rows_that_are_free_cost_what_another_machine_measured():
     """A chain of three guesses in two rounds: four rows cost the next larger pass that was timed, a guess a
     layer and a head, one that is drafted in one pass its layers alone, and a mask token nothing."""
-    columns = [*reproduce.TIMED]
+    columns = [*reproduce.RACE_COLUMNS]
     figures = dict.fromkeys(columns, 7.0) | {"tokens": 5.0, "rounds": 2.0, "levels": 6.0, "plain rounds": 4.0}
     for drafter, seconds in (
         ("eagle:tree=chain-3", 3.6),

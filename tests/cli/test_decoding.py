@@ -10,8 +10,8 @@ from slipstream.engine import session
 from slipstream.engine.generate import LAWS
 from slipstream.measure import cost
 from slipstream.measure.certify import Certificate
-from slipstream.measure.doctor import machine_checks as burdens
-from slipstream.measure.doctor.diagnosis import Patient
+from slipstream.measure.doctor import machine_checks
+from slipstream.measure.doctor.diagnosis import Diagnosis
 
 
 def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
@@ -201,13 +201,15 @@ def test_what_measuring_does_not_heed_is_refused(run, model, given):
 
 def test_doctor_exits_with_1_where_it_finds_a_fault(run, tiny_options, questions, monkeypatch, tmp_path):
     """A script that asks whether a set-up is sound reads the exit code."""
-    monkeypatch.setattr(burdens, "_ticks", lambda: (0.0, 0.0))
-    monkeypatch.setattr(Patient, "small_pass", lambda self, dtype=None, compile=None: 1.0)
+    monkeypatch.setattr(machine_checks, "_ticks", lambda: (0.0, 0.0))
+    monkeypatch.setattr(Diagnosis, "small_pass", lambda self, dtype=None, compile=None: 1.0)
     asked = (*tiny_options, "--questions", questions, "--drafter", "ngram")
     code, out, err = run("doctor", *asked)
     assert (code, err) == (0, "")
     assert "nothing found" in out
-    monkeypatch.setattr(Patient, "small_pass", lambda self, dtype=None, compile=None: 1.0 if compile else 2.0)
+    monkeypatch.setattr(
+        Diagnosis, "small_pass", lambda self, dtype=None, compile=None: 1.0 if compile else 2.0
+    )
     path = tmp_path / "found.json"
     code, out, _ = run("doctor", *asked, "--json", str(path))
     assert code == 1

@@ -13,19 +13,18 @@ from safetensors.torch import load_file, save_file
 import tiny
 from slipstream import load_target
 from slipstream.drafters.store import find_drafter, restored
-from slipstream.measure.doctor import head_checks as faults, machine_checks as burdens
-from slipstream.measure.doctor.diagnosis import Patient
+from slipstream.measure.doctor import head_checks, machine_checks
+from slipstream.measure.doctor.diagnosis import Diagnosis
 from slipstream.measure.doctor.doctor import CHECKS, DoctorReport, Finding, doctor
-from slipstream.measure.doctor.head_fit import _unnormed
+from slipstream.measure.doctor.head_fit import unnormed
 from slipstream.measure.questions import Question, load_questions
 from slipstream.measure.trees import Costs
 from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 
-OF_HEADS = [check for check in CHECKS if check.examine.__module__ == faults.__name__]
-OF_TREES = [
-    check for check in CHECKS if check.examine in (burdens.shallow, burdens.oversized, burdens.crowded)
-]
+OF_HEADS = [check for check in CHECKS if check.examine.__module__ == head_checks.__name__]
+TREES = (machine_checks.shallow, machine_checks.oversized, machine_checks.crowded)
+OF_TREES = [check for check in CHECKS if check.examine in TREES]
 ASKED = load_questions(limit=6)
 CHATML = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 BARE = f"{{% for m in messages %}}{CHATML}{{% endfor %}}<|im_start|>assistant\n"  # without a system prompt
@@ -40,8 +39,8 @@ def target():
 @pytest.fixture(scope="module")
 def recorded(target):
     """Answers that all of these tests share, with every state that one of their heads may read."""
-    patient = Patient(target, Spec.parse("eagle"), ASKED, new=20)
-    return patient.recorded
+    diagnosis = Diagnosis(target, Spec.parse("eagle"), ASKED, new=20)
+    return diagnosis.recorded
 
 
 def test_a_target_without_a_tokenizer_is_refused():
@@ -51,8 +50,8 @@ def test_a_target_without_a_tokenizer_is_refused():
         doctor(bare, "ngram", ASKED)
 
 
-def found(patient: Patient, checks) -> list[str]:
-    return [each.fault for check in checks if (each := Finding.of(check, patient)).verdict == "found"]
+def found(diagnosis: Diagnosis, checks) -> list[str]:
+    return [each.fault for check in checks if (each := Finding.of(check, diagnosis)).verdict == "found"]
 
 
 def planted(target, tmp_path, config=None, tensors=None) -> Spec:
@@ -70,10 +69,10 @@ def planted(target, tmp_path, config=None, tensors=None) -> Spec:
     return Spec.parse(str(home))
 
 
-def examined(target, recorded, spec=None, **how) -> Patient:
-    patient = Patient(target, spec or Spec.parse("eagle"), ASKED, new=20, **how)
-    patient.recorded = recorded
-    return patient
+def examined(target, recorded, spec=None, **how) -> Diagnosis:
+    diagnosis = Diagnosis(target, spec or Spec.parse("eagle"), ASKED, new=20, **how)
+    diagnosis.recorded = recorded
+    return diagnosis
 
 
 def lower(config):
@@ -122,19 +121,19 @@ def test_a_sound_head_has_no_fault(target, recorded):
 def test_a_fault_of_a_head_is_named_and_no_other(target, recorded, tmp_path, plant, fault):
     """The record holds the states that the sound head and its neighbours read, so does the planted one's."""
     spec = planted(target, tmp_path, **plant)
-    patient = examined(target, recorded, spec)
+    diagnosis = examined(target, recorded, spec)
     if plant.get("config") is lower:
-        del patient.recorded  # block 28's states, too
-    assert found(patient, OF_HEADS) == [fault]
+        del diagnosis.recorded  # block 28's states, too
+    assert found(diagnosis, OF_HEADS) == [fault]
 
 
 def test_states_without_the_final_norm_are_named(target, recorded):
-    bare = recorded.with_states("final", _unnormed(recorded, target))
-    patient = examined(target, bare)
-    (fault,) = [Finding.of(check, patient) for check in OF_HEADS if check.examine is faults.norm]
+    bare = recorded.with_states("final", unnormed(recorded, target))
+    diagnosis = examined(target, bare)
+    (fault,) = [Finding.of(check, diagnosis) for check in OF_HEADS if check.examine is head_checks.norm]
     assert fault.verdict == "found"
     assert "final norm applied" in fault.remedy
-    assert found(patient, OF_HEADS) == ["final norm missing"]
+    assert found(diagnosis, OF_HEADS) == ["final norm missing"]
 
 
 @pytest.mark.parametrize(
@@ -142,27 +141,27 @@ def test_states_without_the_final_norm_are_named(target, recorded):
 )
 def test_a_fault_of_the_framing_is_named(target, recorded, monkeypatch, template, fault):
     monkeypatch.setattr(target.text.tokenizer, "chat_template", template)
-    framed = [check for check in OF_HEADS if check.examine in (faults.template, faults.system)]
+    framed = [check for check in OF_HEADS if check.examine in (head_checks.template, head_checks.system)]
     assert found(examined(target, recorded), framed) == [fault]
 
 
 def test_heat_and_length_are_named(target, recorded, monkeypatch):
     """The head that ships was trained on greedy answers in texts of 384 tokens. It bears longer ones, so what
     it reads behind 384 tokens is made worthless: each state stands where another one stood."""
-    used = [check for check in OF_HEADS if check.examine in (faults.context, faults.temperature)]
+    used = [check for check in OF_HEADS if check.examine in (head_checks.context, head_checks.temperature)]
     hot = examined(target, recorded, temperature=1.0)
     assert found(hot, used) == ["temperature above training"]
     long = examined(target, recorded, context=1200)
     assert found(long, used) == []
-    record = Patient.record
+    record = Diagnosis.record
 
-    def lost(patient: Patient, *texts):
-        made = record(patient, *texts)
+    def lost(diagnosis: Diagnosis, *texts):
+        made = record(diagnosis, *texts)
         states = made.tapped(("final",)).clone()
         states[:, 384:] = states[:, 384:].roll(7, dims=1)
         return made.with_states("final", states)
 
-    monkeypatch.setattr(Patient, "record", lost)
+    monkeypatch.setattr(Diagnosis, "record", lost)
     assert found(long, used) == ["context past training length"]
 
 
@@ -181,18 +180,18 @@ class Planted(Costs):
 RATES = [[0.7, 0.1, 0.05]] * 5
 
 
-def grown(tree: str, tau: float, costs: Planted, batch: int = 1, crowd: Planted | None = None) -> Patient:
+def grown(tree: str, tau: float, costs: Planted, batch: int = 1, crowd: Planted | None = None) -> Diagnosis:
     """A drafter of a tree that is accepted and costs as given."""
     target = tiny.target("llama")
-    patient = Patient(target, Spec.parse("eagle"), [Question("f", "1", "letters", ("a b",))], batch=batch)
-    patient.drafter = patient.grower = tiny.eagle(target, tree)
-    patient.rates, patient.drafted = RATES, SimpleNamespace(tau=tau)
-    patient._costs = {1: costs, 2: costs, 4: costs, batch: crowd or costs}
-    return patient
+    diagnosis = Diagnosis(target, Spec.parse("eagle"), [Question("f", "1", "letters", ("a b",))], batch=batch)
+    diagnosis.drafter = diagnosis.proposer = tiny.eagle(target, tree)
+    diagnosis.rates, diagnosis.predicted = RATES, SimpleNamespace(tau=tau)
+    diagnosis._costs = {1: costs, 2: costs, 4: costs, batch: crowd or costs}
+    return diagnosis
 
 
 @pytest.mark.parametrize(
-    ("patient", "faults"),
+    ("diagnosis", "faults"),
     [
         (lambda: grown("best-first-4x8", 2.6, Planted()), []),
         (lambda: grown("chain-1", 1.7, Planted()), ["depth too small"]),
@@ -201,23 +200,23 @@ def grown(tree: str, tau: float, costs: Planted, batch: int = 1, crowd: Planted 
         (lambda: grown("chain-2", 1.2, Planted(row=1.0)), ["batch past break-even"]),
     ],
 )
-def test_faults_of_trees_follow_from_what_they_cost_and_bring(patient, faults):
-    assert found(patient(), OF_TREES) == faults
+def test_faults_of_trees_follow_from_what_they_cost_and_bring(diagnosis, faults):
+    assert found(diagnosis(), OF_TREES) == faults
 
 
 def test_a_batch_is_told_how_many_texts_pay():
-    patient = grown("best-first-4x8", 2.6, Planted(), batch=8, crowd=Planted(row=0.5))
-    assert "at most 4 texts" in burdens.crowded(patient).remedy
+    diagnosis = grown("best-first-4x8", 2.6, Planted(), batch=8, crowd=Planted(row=0.5))
+    assert "at most 4 texts" in machine_checks.crowded(diagnosis).remedy
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A patient whose passes take the planted seconds: by precision, compiled or not, and threads."""
-    monkeypatch.setattr(burdens, "HAS_BF16", True)
-    monkeypatch.setattr(burdens, "cores", lambda: 2)
+    """A diagnosis whose passes take the planted seconds: by precision, compiled or not, and threads."""
+    monkeypatch.setattr(machine_checks, "HAS_BF16", True)
+    monkeypatch.setattr(machine_checks, "cores", lambda: 2)
     ticks = iter([(0.0, 0.0), (10.0, 100.0)] * 9)
-    monkeypatch.setattr(burdens, "_ticks", lambda: next(ticks))
-    monkeypatch.setattr(burdens, "_own_ticks", lambda: 0.0)
+    monkeypatch.setattr(machine_checks, "_ticks", lambda: next(ticks))
+    monkeypatch.setattr(machine_checks, "_own_ticks", lambda: 0.0)
 
     def made(wide: float = 1.0, plain: float = 1.0, by_threads=lambda n: 1 / min(n, 2), dtype=torch.bfloat16):
         def small_pass(self, dtype=None, compile=None):
@@ -225,13 +224,13 @@ def machine(monkeypatch):
             compiled = self.target.compiles if compile is None else compile
             return slow * (1.0 if compiled else plain) * by_threads(torch.get_num_threads())
 
-        monkeypatch.setattr(Patient, "small_pass", small_pass)
+        monkeypatch.setattr(Diagnosis, "small_pass", small_pass)
         about = SimpleNamespace(type="cpu")
         shown = {"device": about, "dtype": dtype, "dtype_name": str(dtype), "quantize": None}
         fake = SimpleNamespace(**shown, compiles=False)
-        patient = grown("chain-1", 1.7, Planted())
-        patient.target = fake
-        return patient
+        diagnosis = grown("chain-1", 1.7, Planted())
+        diagnosis.target = fake
+        return diagnosis
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -239,9 +238,9 @@ def machine(monkeypatch):
     torch.set_num_threads(before)
 
 
-def judged(patient: Patient) -> list[str]:
-    of = (burdens.uncompiled, burdens.precision, burdens.threads)
-    return found(patient, [check for check in CHECKS if check.examine in of])
+def judged(diagnosis: Diagnosis) -> list[str]:
+    of = (machine_checks.uncompiled, machine_checks.precision, machine_checks.threads)
+    return found(diagnosis, [check for check in CHECKS if check.examine in of])
 
 
 def test_a_machine_that_is_used_well_has_no_fault(machine):
@@ -255,17 +254,17 @@ def test_passes_that_could_be_quicker_are_named(machine):
 
 def test_too_many_threads_and_others_work_are_named(machine, monkeypatch):
     torch.set_num_threads(8)
-    patient = machine(by_threads=lambda n: 1 / min(n, 2) if n <= 2 else 4.0)
-    seen = burdens.threads(patient)
-    assert seen.found
-    assert "OMP_NUM_THREADS=2" in seen.remedy
+    diagnosis = machine(by_threads=lambda n: 1 / min(n, 2) if n <= 2 else 4.0)
+    outcome = machine_checks.threads(diagnosis)
+    assert outcome.found
+    assert "OMP_NUM_THREADS=2" in outcome.remedy
     assert torch.get_num_threads() == 8  # as it was
     torch.set_num_threads(2)
     ticks = iter([(0.0, 0.0), (60.0, 100.0)])
-    monkeypatch.setattr(burdens, "_ticks", lambda: next(ticks))
-    seen = burdens.threads(machine())
-    assert seen.found
-    assert "taskset" in seen.remedy
+    monkeypatch.setattr(machine_checks, "_ticks", lambda: next(ticks))
+    outcome = machine_checks.threads(machine())
+    assert outcome.found
+    assert "taskset" in outcome.remedy
 
 
 def test_a_report_says_cause_and_remedy_and_reads_back():

@@ -9,8 +9,7 @@ import tiny
 from slipstream.engine.replay import predict, record
 from slipstream.files import evenly
 from slipstream.measure.papers import ARMS, ENTRIES, reproduce as module
-from slipstream.measure.papers.entry import JUDGED, PREDICTED, TIMED
-from slipstream.measure.papers.evidence import FORMULAS
+from slipstream.measure.papers.kinds import KINDS
 from slipstream.measure.papers.reproduce import OWN, listed, reproduce
 from slipstream.measure.papers.reproduce_report import ReproduceReport
 from slipstream.measure.questions import SHIPPED, Question, load_questions
@@ -60,12 +59,11 @@ def heads(monkeypatch, target):
 def test_every_entry_can_be_measured():
     """Names are the papers', kinds and sets are known, and every head ships, or is told how to train."""
     assert len(ENTRIES) == 13 + 4 + 11 + 11
-    assert set(FORMULAS) == PREDICTED.keys() | TIMED.keys() | JUDGED.keys()
-    for entry in ENTRIES.values():
-        assert entry.lines or entry.note, entry.name
+    for name, entry in ENTRIES.items():
+        assert entry.lines or entry.note, name
         for figure in entry.figures:
-            assert figure.kind in FORMULAS
-            assert {name.partition("/")[0] for name in figure.sets} <= OWN.keys()
+            assert figure.kind in KINDS
+            assert {each.partition("/")[0] for each in figure.sets} <= OWN.keys()
             assert figure.head in METHODS.keys() | ARMS.keys() | {"vanilla", "hf_generate"}, figure
 
 

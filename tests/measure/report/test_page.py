@@ -17,7 +17,7 @@ from slipstream.measure.distribution_test import drawn
 from slipstream.measure.questions import Question
 from slipstream.measure.report.page import page
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 RUNS = [
     str(RESULTS / name) for name in ("bench_auto.json", "bench_fp32.json")
 ]  # of now, and of an old version

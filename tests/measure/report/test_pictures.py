@@ -13,7 +13,7 @@ from slipstream.measure.questions import Question
 from slipstream.measure.report.pictures import draw_run, draw_sweep
 from slipstream.measure.sweep import sweep
 
-STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "bench_auto.json"
+STORED = Path(__file__).parents[3] / "benchmarks" / "results" / "bench_auto.json"
 ASKED = [Question("f", str(i), "ab"[i % 2], (f"a b {i}",)) for i in range(4)]
 
 

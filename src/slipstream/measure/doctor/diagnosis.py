@@ -1,13 +1,12 @@
 """What `doctor` looks at: a target, a drafter and how they are used, and what was measured of them, each
 thing once."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import cycle
-from typing import Any
+from itertools import chain, cycle
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,7 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.engine.replay import Prediction, predict, record
 from slipstream.files import read_json
 from slipstream.measure.cost import pass_seconds
-from slipstream.measure.doctor.head_fit import Change, Fit, Gain, changes, fit, shifted
+from slipstream.measure.doctor.head_fit import Change, Fit, changes, fit, shifted
 from slipstream.measure.doctor.template_check import Framing, framing
 from slipstream.measure.questions import Question
 from slipstream.measure.runner import first_prompts
@@ -35,7 +34,7 @@ from slipstream.targets.recorded import RecordedTarget
 ROWS = (1, 4, 8, 16, 32, 64)  # of the passes that are timed
 BLOCKS, VOCAB = 4, 256  # of the small model whose passes are timed
 REPEATS = 7
-ASKED = 4  # questions whose framing is judged
+FRAMED = 4  # questions whose framing is judged
 RIGHT = 0.02  # of first guesses: a change that undoes a fault sets right more of them
 
 
@@ -43,8 +42,7 @@ class Unmeasured(Exception):
     """A check does not apply; the reason."""
 
 
-@dataclass(frozen=True)
-class Seen:
+class Outcome(NamedTuple):
     """What a check measured.
 
     Attributes:
@@ -62,18 +60,9 @@ class Seen:
     figures: Mapping[str, float | int]
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A change, how well the head fits with it, and what it gains."""
-
-    change: Change
-    fit: Fit
-    gain: Gain
-
-
 @dataclass
-class Patient:
-    """A target, a drafter by name, and how they are used.
+class Diagnosis:
+    """A target, a drafter by name, how they are used, and what was measured of them.
 
     Attributes:
         context: tokens of the texts in use; None: as many as the questions have.
@@ -88,15 +77,17 @@ class Patient:
     context: int | None = None
     new: int = 32
     progress: Callable[[str], None] = lambda _: None
+    _costs: dict[int, Costs] = field(default_factory=dict)
+    _small: dict[tuple[torch.dtype, bool], HFTarget] = field(default_factory=dict)
 
     @cached_property
     def drafter(self) -> Drafter:
         return load_drafter(self.spec, self.target, self.temperature, self.batch)
 
     @cached_property
-    def grower(self) -> Proposer:
+    def proposer(self) -> Proposer:
         """What grows the trees: the drafter, or the head in it."""
-        return _grower(self.drafter)
+        return _proposer(self.drafter)
 
     @property
     def chooses(self) -> bool:
@@ -104,62 +95,56 @@ class Patient:
         return bool(self.drafter.candidate_trees)
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Any:
         """The head's config.json; empty where it has none."""
         home = home_of(self.spec, self.target)
         return {} if home is None else read_json(home / "config.json", "drafter's")
 
     @property
-    def training(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.config.get("training", {})
-        return found
+    def training(self) -> Any:
+        return self.config.get("training", {})
 
-    @cached_property
+    @property
     def promised(self) -> list[float]:
         """Acceptance by depth, as training measured it. Raises Unmeasured where it did not."""
-        found: list[float] = self.training.get("predicted", {}).get("acceptance", [])
-        if not found:
+        promised: list[float] = self.training.get("predicted", {}).get("acceptance", [])
+        if not promised:
             raise Unmeasured("its config.json holds no acceptance of its training")
-        return found
+        return promised
 
     @cached_property
     def prompts(self) -> list[list[int]]:
         return first_prompts(self.target, self.questions, self.new)
 
-    @cached_property
-    def asked(self) -> list[str]:
+    @property
+    def framed(self) -> list[str]:
         """The questions whose framing is judged."""
-        return [question.turns[0].strip() for question in self.questions[:ASKED]]
+        return [question.turns[0].strip() for question in self.questions[:FRAMED]]
 
     @cached_property
     def framing(self) -> Framing:
-        return framing(self.target, self.asked)
+        return framing(self.target, self.framed)
 
     def long_prompts(self, tokens: int, count: int) -> list[list[int]]:
-        """Prompts of so many tokens: questions one behind the other, of which the last is to be answered."""
-        asked, made = [question.turns[0] for question in self.questions], list[list[int]]()
-        for first in range(min(count, len(asked))):
-            turning = cycle([*asked[first:], *asked[:first]])
-            text = next(turning)
+        """Prompts of so many tokens: questions in a row, of which the last is to be answered."""
+        questions, prompts = [question.turns[0] for question in self.questions], list[list[int]]()
+        for first in range(min(count, len(questions))):
+            following = cycle([*questions[first:], *questions[:first]])
+            text = next(following)
             while len(ids := encode(self.target, text)) < tokens:
-                text = f"{next(turning)}\n\n{text}"
-            made.append(ids[len(ids) - tokens :])
-        return made
-
-    @property
-    def own_base(self) -> str:
-        """The name of the change to the target's own rotary positions."""
-        return f"rotary positions of base {self.target.sizes.rope_theta:,.0f}"
+                text = f"{next(following)}\n\n{text}"
+            prompts.append(ids[len(ids) - tokens :])
+        return prompts
 
     def record(self, prompts: Sequence[Sequence[int]], temperature: float = 0.0) -> RecordedTarget:
-        """The target's answers, with the states that the head reads and those one block beside them. Heads
+        """The target's answers, with the states that the head reads and those one block up and down. Heads
         of the record are not compiled."""
         self.progress(f"T = {temperature:g}: the target answers")
-        taps = [self.grower.taps, *shifted(self.grower.taps, self.target.sizes.blocks)]
-        every = tuple(dict.fromkeys(tap for some in taps for tap in some))
-        made = record(self.target, prompts, self.new, every, 8, temperature)
-        made.compiles = False
-        return made
+        taps = [self.proposer.taps, *shifted(self.proposer.taps, self.target.sizes.blocks)]
+        distinct = tuple(dict.fromkeys(chain(*taps)))
+        recorded = record(self.target, prompts, self.new, distinct, 8, temperature)
+        recorded.compiles = False
+        return recorded
 
     @cached_property
     def recorded(self) -> RecordedTarget:
@@ -169,10 +154,10 @@ class Patient:
     @cached_property
     def head(self) -> HeadDrafter:
         """The head, not compiled. Raises Unmeasured for a drafter without one."""
-        made = _grower(load_drafter(self.spec, self.recorded, self.temperature, self.batch))
-        if not isinstance(made, HeadDrafter) or made.probes is not None:
+        head = _proposer(load_drafter(self.spec, self.recorded, self.temperature, self.batch))
+        if not isinstance(head, HeadDrafter) or head.probes is not None:
             raise Unmeasured("this drafter has no head that reads states")
-        return made
+        return head
 
     @cached_property
     def fit(self) -> Fit:
@@ -180,20 +165,15 @@ class Patient:
         return fit(self.head, self.recorded)
 
     @cached_property
-    def tried(self) -> list[Tried]:
+    def changes(self) -> list[Change]:
         """Every change that may undo a fault."""
-        tried = []
-        for change in changes(self.head, self.recorded, self.target):
-            self.progress(f"the head's guesses if {change.name}")
-            found = change.fit()
-            tried.append(Tried(change, found, Gain.of(found.right, self.fit.right)))
-        return tried
+        return changes(self.head, self.recorded, self.target, self.fit, self.progress)
 
     @property
-    def undoes(self) -> Tried | None:
-        """The change that gains most, if one gains for sure, and first guesses are right more often with
+    def cure(self) -> Change | None:
+        """The change that gains most, if it gains for sure, and first guesses are right more often with
         it."""
-        best = max(self.tried, key=lambda each: each.gain.nats, default=None)
+        best = max(self.changes, key=lambda change: change.gain.nats, default=None)
         helps = best is not None and best.gain.sure and best.fit.hits > self.fit.hits + RIGHT
         return best if helps else None
 
@@ -203,10 +183,10 @@ class Patient:
         return float((~self.fit.right.isnan()).double().mean())
 
     @cached_property
-    def drafted(self) -> Prediction:
+    def predicted(self) -> Prediction:
         """What is accepted along the answers of the tree in use; of a head in `auto`, of its largest."""
         self.progress("the tree along the answers")
-        return predict(proposing(self.head, "top-k", self.grower.tree_spec.name), self.recorded)
+        return predict(proposing(self.head, "top-k", self.proposer.tree_spec.name), self.recorded)
 
     @cached_property
     def rates(self) -> list[list[float]]:
@@ -218,28 +198,20 @@ class Patient:
         """What passes and draft steps of so many texts cost here."""
         if batch not in self._costs:
             self.progress(f"what a pass over rows of {batch} texts costs")
-            rows = sorted({*ROWS, self.grower.rows})
+            rows = sorted({*ROWS, self.proposer.rows})
             self._costs[batch] = Costs(
-                self.target, self.grower, self.prompts, self.new, batch, self.context, rows
+                self.target, self.proposer, self.prompts, self.new, batch, self.context, rows
             )
         return self._costs[batch]
-
-    @cached_property
-    def _costs(self) -> dict[int, Costs]:
-        return {}
 
     def small_pass(self, dtype: torch.dtype | None = None, compile: bool | None = None) -> float:
         """Seconds of a pass of a model of this target's kind with a few random blocks."""
         dtype, compile = dtype or self.target.dtype, self.target.compiles if compile is None else compile
         if (dtype, compile) not in self._small:
-            self._small[dtype, compile] = self._made(dtype, compile)
+            self._small[dtype, compile] = self._small_model(dtype, compile)
         return pass_seconds(self._small[dtype, compile], (1,), repeats=REPEATS)[1]
 
-    @cached_property
-    def _small(self) -> dict[tuple[torch.dtype, bool], HFTarget]:
-        return {}
-
-    def _made(self, dtype: torch.dtype, compile: bool) -> HFTarget:
+    def _small_model(self, dtype: torch.dtype, compile: bool) -> HFTarget:
         config: Any = deepcopy(self.target.plain.config.get_text_config(decoder=True))
         config.num_hidden_layers, config.vocab_size = min(BLOCKS, config.num_hidden_layers), VOCAB
         config.pad_token_id = config.bos_token_id = config.eos_token_id = None
@@ -249,15 +221,10 @@ class Patient:
         return HFTarget(model, None, "a few blocks", compile, quantize=self.target.quantize)
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _grower(drafter: Drafter) -> Proposer:
+def _proposer(drafter: Drafter) -> Proposer:
     """Raises Unmeasured for a drafter that grows no trees of a head."""
-    made = drafter.hybrid if isinstance(drafter, Auto) else drafter
-    made = made.head if isinstance(made, Hybrid) else made
-    if not isinstance(made, Proposer):
+    inner = drafter.hybrid if isinstance(drafter, Auto) else drafter
+    inner = inner.head if isinstance(inner, Hybrid) else inner
+    if not isinstance(inner, Proposer):
         raise Unmeasured("this drafter has no head")
-    return copy(made)
+    return copy(inner)

@@ -4,16 +4,15 @@ A check measures something that only its fault spoils, and wherever it can it me
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group
 from rich.text import Text
 
 from slipstream.core.sampling import Sampling
 from slipstream.files import check_counts, check_limits, evenly
-from slipstream.measure.doctor import head_checks as faults, machine_checks as burdens
-from slipstream.measure.doctor.diagnosis import Patient, Seen, Unmeasured
+from slipstream.measure.doctor import head_checks, machine_checks
+from slipstream.measure.doctor.diagnosis import Diagnosis, Outcome, Unmeasured
 from slipstream.measure.questions import Questions, load_questions
 from slipstream.measure.runner import first_prompts
 from slipstream.provenance import public
@@ -22,34 +21,34 @@ from slipstream.spec import Named, Spec
 from slipstream.targets.load import AnyTarget, loaded
 
 QUESTIONS = 8
+VERDICTS = {"found": ("FOUND", "bold red"), "ok": ("ok", "green"), "not measured": ("–", "dim")}
 STEPS = 40  # of a progress bar, about: checks, and changes that are tried
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A fault, and what tells whether it is there."""
 
     fault: str
-    examine: Callable[[Patient], Seen]
+    examine: Callable[[Diagnosis], Outcome]
 
 
 CHECKS = (
-    Check("wrong chat template", faults.template),
-    Check("missing system prompt", faults.system),
-    Check("tap shifted by one block", faults.tap),
-    Check("final norm missing", faults.norm),
-    Check("another target's drafter", faults.renamed),
-    Check("draft vocabulary of other texts", faults.vocabulary),
-    Check("rope base wrong", faults.rope),
-    Check("loss mask off by one", faults.mask),
-    Check("context past training length", faults.context),
-    Check("temperature above training", faults.temperature),
-    Check("depth too small", burdens.shallow),
-    Check("tree too large", burdens.oversized),
-    Check("batch past break-even", burdens.crowded),
-    Check("uncompiled", burdens.uncompiled),
-    Check("precision too wide", burdens.precision),
-    Check("threads", burdens.threads),
+    Check("wrong chat template", head_checks.template),
+    Check("missing system prompt", head_checks.system),
+    Check("tap shifted by one block", head_checks.tap),
+    Check("final norm missing", head_checks.norm),
+    Check("another target's drafter", head_checks.renamed),
+    Check("draft vocabulary of other texts", head_checks.vocabulary),
+    Check("rope base wrong", head_checks.rope),
+    Check("loss mask off by one", head_checks.mask),
+    Check("context past training length", head_checks.context),
+    Check("temperature above training", head_checks.temperature),
+    Check("depth too small", machine_checks.shallow),
+    Check("tree too large", machine_checks.oversized),
+    Check("batch past break-even", machine_checks.crowded),
+    Check("uncompiled", machine_checks.uncompiled),
+    Check("precision too wide", machine_checks.precision),
+    Check("threads", machine_checks.threads),
 )
 
 
@@ -65,20 +64,20 @@ class Finding(Part):
     figures: dict[str, float] = {}
 
     @classmethod
-    def of(cls, check: Check, patient: Patient) -> "Finding":
+    def of(cls, check: Check, diagnosis: Diagnosis) -> "Finding":
         """Run a check."""
         try:
-            seen = check.examine(patient)
+            outcome = check.examine(diagnosis)
         except Unmeasured as error:
             return cls(fault=check.fault, verdict="not measured", measured=str(error))
         return cls(
             fault=check.fault,
-            verdict="found" if seen.found else "ok",
-            measured=seen.measured,
-            normal=seen.normal,
-            cause=seen.cause if seen.found else "",
-            remedy=seen.remedy if seen.found else "",
-            figures={name: round(float(value), 5) for name, value in seen.figures.items()},
+            verdict="found" if outcome.found else "ok",
+            measured=outcome.measured,
+            normal=outcome.normal,
+            cause=outcome.cause if outcome.found else "",
+            remedy=outcome.remedy if outcome.found else "",
+            figures={name: round(float(value), 5) for name, value in outcome.figures.items()},
         )
 
 
@@ -99,7 +98,7 @@ class DoctorReport(Report):
     @property
     def found(self) -> list[Finding]:
         """The findings that are faults."""
-        return [each for each in self.findings if each.verdict == "found"]
+        return [finding for finding in self.findings if finding.verdict == "found"]
 
     def __rich__(self) -> Group:
         """A row for every check, and what to do about each fault."""
@@ -107,18 +106,17 @@ class DoctorReport(Report):
         table = Figures(f"{self.target}, {self.drafter}: {how}", "fault", "measured", "normal", "verdict")
         for column in table.columns[1:]:
             column.justify = "left"
-        for each in self.findings:
-            style = {"found": "bold red", "ok": "green"}.get(each.verdict, "dim")
-            verdict = Text({"found": "FOUND", "ok": "ok"}.get(each.verdict, "–"), style)
-            table.add_row(each.fault, each.measured, each.normal, verdict)
+        for finding in self.findings:
+            verdict = Text(*VERDICTS[finding.verdict])
+            table.add_row(finding.fault, finding.measured, finding.normal, verdict)
         lines = [Text("nothing found", "green")] if not self.found else []
-        for each in self.found:
-            lines.append(Text.assemble((f"{each.fault}: ", "bold red"), each.cause))
-            lines.append(Text.assemble(("  remedy: ", "bold"), each.remedy))
+        for finding in self.found:
+            lines.append(Text.assemble((f"{finding.fault}: ", "bold red"), finding.cause))
+            lines.append(Text.assemble(("  remedy: ", "bold"), finding.remedy))
         return Group(table, *lines)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [flat(each) for each in self.findings]
+        return [flat(finding) for finding in self.findings]
 
 
 @public
@@ -149,25 +147,25 @@ def doctor(
         ValueError: an unknown drafter, a setting out of range, a question that leaves no room for an answer,
             or a target without a tokenizer.
     """
-    asked = evenly(load_questions(questions), limit)
+    chosen = evenly(load_questions(questions), limit)
     check_counts(batch=batch, max_new_tokens=max_new_tokens)
     check_limits(context=context)
     Sampling(temperature=temperature)
     target = loaded(target)
-    first_prompts(target, asked, max_new_tokens)
+    first_prompts(target, chosen, max_new_tokens)
     if context is not None and context + max_new_tokens >= target.window:
         raise ValueError(f"context is {context:,}; with an answer it must fit {target.window:,} tokens")
-    patient = Patient(
-        target, Spec.parse(drafter), asked, temperature, batch, context, max_new_tokens, progress
+    diagnosis = Diagnosis(
+        target, Spec.parse(drafter), chosen, temperature, batch, context, max_new_tokens, progress
     )
-    patient.drafter  # noqa: B018  an unknown one is refused before anything is measured
+    diagnosis.drafter  # noqa: B018  an unknown one is refused before anything is measured
     findings = []
     for check in CHECKS:
         progress(check.fault)
-        findings.append(Finding.of(check, patient))
+        findings.append(Finding.of(check, diagnosis))
     return DoctorReport(
         **heading(target),
-        drafter=str(patient.spec),
+        drafter=str(diagnosis.spec),
         temperature=temperature,
         batch=batch,
         context=context,

@@ -1,20 +1,20 @@
 """How well a head's first guesses fit texts of the target, as it is and with something changed.
 
-A head that reads the wrong states, or stands them at the wrong positions, guesses worse than it was trained
-to. Each change that may undo such a fault is tried on the same texts, token by token, so that a small gain
-shows in a few hundred of them.
+A head that reads the wrong states, or puts them at the wrong positions, guesses worse than it was trained to.
+Each change that may undo such a fault is tried on the same texts, token by token, so that a small gain shows
+in a few hundred of them.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL, INPUT
@@ -26,7 +26,7 @@ from slipstream.engine.replay import one_by_one, rounds
 from slipstream.provenance import suggested
 from slipstream.targets.recorded import RecordedTarget
 
-LEAST = -12.0  # of a log probability: what is no candidate costs so much
+LEAST = -12.0  # the log probability of a token that is no candidate
 GAIN, SURE = 0.1, 4.0  # a change undoes a fault if it gains so many nats a token, so many standard errors
 BASES = (1e4, 1e5, 5e5, 1e6)  # of rotary positions, in public models
 ONE = TreeSpec.parse("chain-1")
@@ -40,41 +40,36 @@ class Fit:
         before, right, after: log probability of the token that is there already, of the next, which a draft
             should say, and of the one behind it. NaN: outside the draft vocabulary or past the text's end.
         likeliest: whether the first guess is the next token.
-        at: position of the next token.
     """
 
     before: Float[Tensor, " n"]
     right: Float[Tensor, " n"]
     after: Float[Tensor, " n"]
     likeliest: Float[Tensor, " n"]
-    at: Int[Tensor, " n"]
 
     @property
     def hits(self) -> float:
         """The share of first guesses that are right, of tokens that the draft vocabulary holds; 0 where it
         holds none."""
-        return float(self._known.mean()) if len(self._known) else 0.0
-
-    @property
-    def _known(self) -> Float[Tensor, " m"]:
-        return self.likeliest[~self.right.isnan()]
+        known = self.likeliest[~self.right.isnan()]
+        return float(known.mean()) if len(known) else 0.0
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """What a change brings: nats a token, and in standard errors."""
 
     nats: float
     errors: float
 
     @classmethod
-    def of(cls, changed: Float[Tensor, " n"], given: Float[Tensor, " n"]) -> "Gain":
+    def of(cls, changed: Float[Tensor, " n"], unchanged: Float[Tensor, " n"]) -> "Gain":
         """Over the tokens that both know."""
-        won = changed - given
-        won = won[~won.isnan()]
-        if len(won) < 2:
+        gains = changed - unchanged
+        gains = gains[~gains.isnan()]
+        if len(gains) < 2:
             return cls(0.0, 0.0)
-        return cls(float(won.mean()), float(won.mean() / (won.std() / sqrt(len(won))).clamp(min=1e-9)))
+        error = (gains.std() / sqrt(len(gains))).clamp(min=1e-9)
+        return cls(float(gains.mean()), float(gains.mean() / error))
 
     @property
     def sure(self) -> bool:
@@ -84,37 +79,31 @@ class Gain:
 
 def fit(head: HeadDrafter, recorded: RecordedTarget) -> Fit:
     """A head's first guesses along a record. No guess is accepted, so that there is one at every token."""
-    made, seen = copy(head), list[Tensor]()
+    probe, logits = copy(head), list[Tensor]()
 
     def scores(hidden: Tensor) -> Tensor:
-        seen.append(head.logits(hidden))
-        return seen[-1]
+        logits.append(head.logits(hidden))
+        return logits[-1]
 
-    made.scores = scores  # type: ignore[method-assign]
-    made.grow_as(ONE)
-    place = torch.full((made.width + 1,), -1, device=recorded.device)
-    place[made.vocab] = torch.arange(len(made.vocab), device=recorded.device)
-    last, parts = recorded.tokens.shape[1] - 1, list[Tensor]()
-    for session, _ in rounds(made, recorded, one_by_one, ONE):
-        span, law = session.span, seen.pop()[:, 0].log_softmax(-1)
-        assert span is not None
-        columns = []
-        for ahead in range(3):
-            tokens = recorded.tokens[session.cache.texts, (span.start + ahead).clamp(max=last)]
-            index = place[tokens]  # −1, past the end, finds the spare place
-            log_q = law.gather(1, index.clamp(min=0)[:, None])[:, 0].clamp(min=LEAST)
-            columns.append(log_q.masked_fill(index < 0, torch.nan))
-            if ahead == 1:
-                likeliest = law.argmax(1) == index
-        parts.append(torch.stack([*columns, likeliest.to(law), (span.start + 1).to(law)], 1).double())
-        seen.clear()
-    before, right, after, hits, at = torch.cat(parts).unbind(1)
-    return Fit(before, right, after, hits, at.long())
+    probe.scores = scores  # type: ignore[method-assign]
+    probe.grow_as(ONE)
+    index_of = torch.full((probe.width + 1,), -1, device=recorded.device)  # the last: of −1, past the end
+    index_of[probe.vocab] = torch.arange(len(probe.vocab), device=recorded.device)
+    ahead, parts = torch.arange(3, device=recorded.device), list[Tensor]()
+    for session, _ in rounds(probe, recorded, one_by_one, ONE):
+        assert session.span is not None
+        log_q = logits.pop()[:, 0].log_softmax(-1)
+        logits.clear()
+        places = (session.span.start[:, None] + ahead).clamp(max=recorded.tokens.shape[1] - 1)
+        index = index_of[recorded.tokens[session.cache.texts[:, None], places]]
+        known = log_q.gather(1, index.clamp(min=0)).clamp(min=LEAST).masked_fill(index < 0, torch.nan)
+        likeliest = (log_q.argmax(1) == index[:, 1]).to(log_q)
+        parts.append(torch.cat([known, likeliest[:, None]], 1).double())
+    return Fit(*torch.cat(parts).unbind(1))
 
 
-@dataclass(frozen=True)
-class Change:
-    """Something that may undo a fault: other states to read, or a module that is exchanged meanwhile.
+class Change(NamedTuple):
+    """Something that may undo a fault: how well the head fits with it, and what it gains.
 
     Attributes:
         fault: the check that it belongs to.
@@ -125,131 +114,125 @@ class Change:
     fault: str
     name: str
     remedy: str
-    head: HeadDrafter
-    recorded: RecordedTarget
-    meanwhile: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
-
-    def fit(self) -> Fit:
-        with self.meanwhile():
-            return fit(self.head, self.recorded)
+    fit: Fit
+    gain: Gain
 
 
-def changes(head: HeadDrafter, recorded: RecordedTarget, target: Target) -> Iterator[Change]:
-    """All changes that fit this head."""
-    plain = recorded.part_of(head.taps)
+def changes(
+    head: HeadDrafter,
+    recorded: RecordedTarget,
+    target: Target,
+    unchanged: Fit,
+    progress: Callable[[str], None],
+) -> list[Change]:
+    """All changes that suit this head."""
+    tried: list[Change] = []
+
+    def attempt(
+        fault: str, name: str, remedy: str, head: HeadDrafter = head, recorded: RecordedTarget = recorded
+    ) -> None:
+        progress(f"the head's guesses if {name}")
+        changed = fit(head, recorded)
+        tried.append(Change(fault, name, remedy, changed, Gain.of(changed.right, unchanged.right)))
+
     for taps in shifted(head.taps, target.sizes.blocks):
         moved = copy(head)
         moved.taps = taps
         remedy = f'in config.json of the drafter: "taps": {json.dumps(taps)}'
-        yield Change("tap", f"it reads {', '.join(taps)}", remedy, moved, recorded)
-    for name, states in _normed(head, recorded, target):
-        remedy = (
-            f"give it {name}: import it again ({suggested('import')}), or train it on this target's states"
-        )
-        yield Change("norm", name, remedy, head, plain.with_states(FINAL, states))
-    own: Any = getattr(head.head, "norm", None)
-    theirs = final_norm(target)
-    if own is not None and theirs is not None and own.weight.shape == theirs.weight.shape:
+        attempt("tap", f"it reads {', '.join(taps)}", remedy, moved)
+
+    norm, own = final_norm(target), getattr(head.head, "norm", None)
+    if norm is not None and FINAL in head.taps:
+        with torch.inference_mode():
+            normed = norm(recorded.tapped((FINAL,)))
+        for name, states in {
+            "the last block's states, before the final norm": unnormed(recorded, target),
+            "the final norm applied to the states that it reads": normed,
+        }.items():
+            again = f"import it again ({suggested('import')}), or train it on this target's states"
+            changed = recorded.part_of(head.taps).with_states(FINAL, states)
+            attempt("norm", name, f"give it {name}: {again}", recorded=changed)
+    if norm is not None and own is not None and own.weight.shape == norm.weight.shape:
         remedy = "import the head with its norm.weight, or copy the target's own into its model.safetensors"
-        lent = lambda: _weights(own, theirs)  # noqa: E731
-        yield Change("norm", "the target's final norm before its LM head", remedy, head, recorded, lent)
-    yield from _ropes(head, recorded, target)
+        weight = nn.Parameter(norm.weight.detach().to(own.weight), requires_grad=False)
+        with _swapped([own], "weight", weight):
+            attempt("norm", "the target's final norm before its LM head", remedy)
+
+    for base, rope in _ropes(head, target).items():
+        remedy = f'in config.json of the drafter, head: "rope_theta": {base:.1f}'
+        with _swapped(_attentions(head), "rope", rope):
+            attempt("rope", f"rotary positions of base {base:,.0f}", remedy)
+    return tried
 
 
 def shifted(taps: Sequence[str], blocks: int) -> list[tuple[str, ...]]:
-    """The taps one block down and up: those at blocks alone, and all of them; the final state stands behind
-    the last block."""
-    found = []
-    for step in (-1, 1):
-        for final_too in (False, True):
-            moved = []
-            for tap in taps:
-                number = blocks if tap == FINAL else int(tap.removeprefix(INPUT)) if INPUT in tap else None
-                if number is None or (tap == FINAL and not final_too):
-                    moved.append(tap)
-                else:
-                    to = min(max(number + step, 0), blocks)
-                    moved.append(FINAL if to == blocks else f"{INPUT}{to}")
-            found.append(tuple(moved))
-    return [each for each in dict.fromkeys(found) if each != tuple(taps) and len({*each}) == len(taps)]
+    """The taps one block down and up: those at blocks alone, and all of them. The final state comes from the
+    last block."""
+
+    def moved(tap: str, step: int) -> str:
+        block = blocks if tap == FINAL else int(tap.removeprefix(INPUT))
+        block = min(max(block + step, 0), blocks)
+        return FINAL if block == blocks else f"{INPUT}{block}"
+
+    every = [
+        tuple(moved(tap, step) if INPUT in tap or (tap == FINAL and final_too) else tap for tap in taps)
+        for step in (-1, 1)
+        for final_too in (False, True)
+    ]
+    return [other for other in dict.fromkeys(every) if other != tuple(taps) and len({*other}) == len(taps)]
 
 
 def final_norm(target: Target) -> Any:
     """The module that makes the final states of the last block's, if it is a norm."""
-    between = [each for each in target.trunk()["between"].modules() if "norm" in type(each).__name__.lower()]
-    return between[-1] if between else None
+    between = target.trunk()["between"].modules()
+    norms = [module for module in between if "norm" in type(module).__name__.lower()]
+    return norms[-1] if norms else None
 
 
-def _normed(
-    head: HeadDrafter, recorded: RecordedTarget, target: Target
-) -> Iterator[tuple[str, Float[Tensor, "B S H"]]]:
-    """Final states before the norm, and normed once more."""
-    norm = final_norm(target)
-    if norm is None or FINAL not in head.taps:
-        return
-    yield "the last block's states, before the final norm", _unnormed(recorded, target)
-    with torch.inference_mode():
-        yield "the final norm applied to the states that it reads", norm(recorded.tapped((FINAL,)))
-
-
-def _unnormed(recorded: RecordedTarget, target: Target) -> Float[Tensor, "B S H"]:
-    """What the last block says of the recorded texts."""
+def unnormed(recorded: RecordedTarget, target: Target) -> Float[Tensor, "B S H"]:
+    """The last block's states of the recorded texts."""
     blocks: Any = target.trunk()["blocks"]
-    last: nn.Module = blocks[-1]
-    said: list[Tensor] = []
-
-    def keep(module: nn.Module, given: Any, says: Any) -> None:
-        said.append(says[0] if isinstance(says, tuple) else says)
-
+    outputs: list[Any] = []
     states = torch.zeros_like(recorded.tapped((FINAL,)))
-    hook = last.register_forward_hook(keep)
+    hook = blocks[-1].register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         for row, (tokens, length) in enumerate(zip(recorded.tokens, recorded.lengths.tolist(), strict=True)):
-            said.clear()
             target.features([tokens[:length].tolist()], (FINAL,))
-            states[row, :length] = said[-1][0]
+            output = outputs.pop()
+            states[row, :length] = (output[0] if isinstance(output, tuple) else output)[0]
     finally:
         hook.remove()
     return states
 
 
-@contextmanager
-def _weights(module: Any, other: Any) -> Iterator[None]:
-    """A module with another's weights, for as long as this lasts."""
-    kept = module.weight
-    module.weight = nn.Parameter(other.weight.detach().to(kept), requires_grad=False)
-    try:
-        yield
-    finally:
-        module.weight = kept
+def _attentions(head: HeadDrafter) -> list[Attention]:
+    return [module for module in head.head.modules() if isinstance(module, Attention)]
 
 
-def _ropes(head: HeadDrafter, recorded: RecordedTarget, target: Target) -> Iterator[Change]:
-    attentions = [each for each in head.head.modules() if isinstance(each, Attention)]
+def _ropes(head: HeadDrafter, target: Target) -> dict[float, Rope]:
+    """By base: the target's rotary positions and those of public models, where the head's are others."""
+    attentions = _attentions(head)
     if not attentions:
-        return
-    config, own = head.head.config, attentions[0].rope
-    frequencies, factor = target.rope(0)
-    tried = {target.sizes.rope_theta: Rope(frequencies, factor)} if len(frequencies) else {}
-    tried |= {base: Rope.of(replace(config, rope_theta=base)) for base in BASES if base not in tried}
-    for base, rope in tried.items():
-        if len(rope.frequencies) != len(own.frequencies) or torch.allclose(
-            rope.frequencies.cpu(), own.frequencies.cpu(), rtol=1e-3
-        ):
-            continue
-        remedy = f'in config.json of the drafter, head: "rope_theta": {base:.1f}'
-        name = f"rotary positions of base {base:,.0f}"
-        yield Change("rope", name, remedy, head, recorded, lambda rope=rope: _turned(attentions, rope))  # type: ignore[misc]
+        return {}
+    own = attentions[0].rope.frequencies.cpu()
+    config, (frequencies, factor) = head.head.config, target.rope(0)
+    ropes = {target.sizes.rope_theta: Rope(frequencies, factor)} if len(frequencies) else {}
+    ropes |= {base: Rope.of(replace(config, rope_theta=base)) for base in BASES if base not in ropes}
+    return {
+        base: rope
+        for base, rope in ropes.items()
+        if len(rope.frequencies) == len(own) and not torch.allclose(rope.frequencies.cpu(), own, rtol=1e-3)
+    }
 
 
 @contextmanager
-def _turned(attentions: Sequence[Attention], rope: Rope) -> Iterator[None]:
-    """Other rotary positions, for as long as this lasts."""
-    kept = [each.rope for each in attentions]
-    for each in attentions:
-        each.rope = rope
+def _swapped(modules: Sequence[Any], name: str, value: Any) -> Iterator[None]:
+    """Modules with another attribute, for as long as this lasts."""
+    before = [getattr(module, name) for module in modules]
+    for module in modules:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for each, own in zip(attentions, kept, strict=True):
-            each.rope = own
+        for module, own in zip(modules, before, strict=True):
+            setattr(module, name, own)

@@ -1,8 +1,7 @@
 """Checks of the machine: whether passes are as quick as they can be here, and trees as large as pays."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,173 +9,175 @@ import torch
 
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.kernels.weight_packing import HAS_BF16
-from slipstream.measure.doctor.diagnosis import Patient, Seen, Unmeasured, cores
+from slipstream.measure.doctor.diagnosis import Diagnosis, Outcome, Unmeasured
 from slipstream.measure.trees import every_size
 from slipstream.measure.tune_report import Size
 from slipstream.provenance import suggested
 
 PAYS = 1.15  # what would be so many times as quick is worth a word
 BUSY = 0.25  # of the processors, taken by others
-SPANS = (1, 2, 4, 8, 16, 32)  # texts at once
+BATCHES = (1, 2, 4, 8, 16, 32)  # texts at once
 
 
-def uncompiled(patient: Patient) -> Seen:
+def uncompiled(diagnosis: Diagnosis) -> Outcome:
     """Passes of a few blocks, compiled and not."""
-    patient.progress("passes, compiled and not")
-    plain, quick = _alternated(*(partial(patient.small_pass, compile=how) for how in (False, True)))
-    return Seen(
-        found=not patient.target.compiles and plain / quick > PAYS,
-        measured=f"{1e3 * plain:.2f} ms; compiled {1e3 * quick:.2f}",
+    diagnosis.progress("passes, compiled and not")
+    plain, compiled = _alternated(*(partial(diagnosis.small_pass, compile=how) for how in (False, True)))
+    return Outcome(
+        found=not diagnosis.target.compiles and plain / compiled > PAYS,
+        measured=f"{1e3 * plain:.2f} ms; compiled {1e3 * compiled:.2f}",
         normal=f"below {PAYS} × compiled",
-        cause=f"passes are not compiled, and cost {plain / quick:.2f} times as much as compiled ones",
+        cause=f"passes are not compiled, and cost {plain / compiled:.2f} times as much as compiled ones",
         remedy="add --compile (from Python: load_target(…, compile=True))",
-        figures={"plain_ms": 1e3 * plain, "compiled_ms": 1e3 * quick},
+        figures={"plain_ms": 1e3 * plain, "compiled_ms": 1e3 * compiled},
     )
 
 
-def precision(patient: Patient) -> Seen:
+def precision(diagnosis: Diagnosis) -> Outcome:
     """Passes of a few blocks in this precision and in bfloat16."""
-    here = patient.target.device.type
-    if patient.target.quantize is not None or not (HAS_BF16 or here != "cpu"):
-        raise Unmeasured("quantised" if patient.target.quantize else "no bf16 instructions here")
-    if patient.target.dtype == torch.bfloat16:
+    target = diagnosis.target
+    if target.quantize is not None:
+        raise Unmeasured("quantised")
+    if not HAS_BF16 and target.device.type == "cpu":
+        raise Unmeasured("no bf16 instructions here")
+    if target.dtype == torch.bfloat16:
         raise Unmeasured("in bfloat16 already")
-    patient.progress("passes in bfloat16")
-    own, half = _alternated(patient.small_pass, partial(patient.small_pass, torch.bfloat16))
-    return Seen(
+    diagnosis.progress("passes in bfloat16")
+    own, half = _alternated(diagnosis.small_pass, partial(diagnosis.small_pass, torch.bfloat16))
+    return Outcome(
         found=own / half > PAYS,
-        measured=f"{1e3 * own:.2f} ms in {patient.target.dtype_name}; bfloat16 {1e3 * half:.2f}",
+        measured=f"{1e3 * own:.2f} ms in {target.dtype_name}; bfloat16 {1e3 * half:.2f}",
         normal=f"below {PAYS} × bfloat16",
         cause=f"this machine multiplies bfloat16, in which passes cost {own / half:.2f} times less than in "
-        f"{patient.target.dtype_name}",
+        f"{target.dtype_name}",
         remedy="add --dtype bfloat16 (or auto, the default)",
         figures={"own_ms": 1e3 * own, "bfloat16_ms": 1e3 * half},
     )
 
 
-def threads(patient: Patient) -> Seen:
+def threads(diagnosis: Diagnosis) -> Outcome:
     """Passes with other numbers of threads, and what other processes take meanwhile."""
-    if patient.target.device.type != "cpu":
+    if diagnosis.target.device.type != "cpu":
         raise Unmeasured("not on a CPU")
-    patient.progress("passes with other numbers of threads")
-    given, there = torch.get_num_threads(), cores()
-    spent = dict[int, float]()
-    with watched() as others:
-        for number in dict.fromkeys((given, there, (there + 1) // 2, 1)):
-            with _threads(number):
-                spent[number] = patient.small_pass()
-    best = min(spent, key=lambda number: spent[number])
-    slow, busy = spent[given] / spent[best], others[0]
-    named = (name for name in sorted(os.environ) if name.startswith(("OMP_", "KMP_")))
-    known = " ".join(f"{name}={os.environ[name]}" for name in named)
-    times = ", ".join(f"{number}: {1e3 * spent[number]:.2f}" for number in sorted(spent))
-    remedies = []
-    if slow > PAYS:
-        remedies.append(f"set OMP_NUM_THREADS={best}" + f" (now {known or 'no OMP_ settings'})")
-    if busy > BUSY:
-        remedies.append("end what else runs here, or give this process cores of its own (taskset -c …)")
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" and given >= there:
-        remedies.append("unset OMP_WAIT_POLICY: threads that wait take the cores of those that work")
-    return Seen(
-        found=slow > PAYS or busy > BUSY,
-        measured=f"{given} threads; ms by threads: {times}; others take {busy:.0%}",
+    diagnosis.progress("passes with other numbers of threads")
+    now, processors, seconds = torch.get_num_threads(), cores(), dict[int, float]()
+    before = *_ticks(), _own_ticks()
+    try:
+        for number in dict.fromkeys((now, processors, (processors + 1) // 2, 1)):
+            torch.set_num_threads(number)
+            seconds[number] = diagnosis.small_pass()
+    finally:
+        torch.set_num_threads(now)
+    busy, total, own = (b - a for a, b in zip(before, (*_ticks(), _own_ticks()), strict=True))
+    others = max(0.0, (busy - own) / max(total, 1))
+    best = min(seconds, key=lambda number: seconds[number])
+    slower = seconds[now] / seconds[best]
+    names = (name for name in sorted(os.environ) if name.startswith(("OMP_", "KMP_")))
+    settings = " ".join(f"{name}={os.environ[name]}" for name in names)
+    times = ", ".join(f"{number}: {1e3 * seconds[number]:.2f}" for number in sorted(seconds))
+    remedies = {
+        f"set OMP_NUM_THREADS={best} (now {settings or 'no OMP_ settings'})": slower > PAYS,
+        "end what else runs here, or give this process cores of its own (taskset -c …)": others > BUSY,
+        "unset OMP_WAIT_POLICY: threads that wait take the cores of those that work": now >= processors
+        and os.environ.get("OMP_WAIT_POLICY", "").lower() == "active",
+    }
+    return Outcome(
+        found=slower > PAYS or others > BUSY,
+        measured=f"{now} threads; ms by threads: {times}; others take {others:.0%}",
         normal=f"within {PAYS} × of the best; others below {BUSY:.0%}",
-        cause=f"{given} threads on {there} processors cost {slow:.2f} times as much as {best}, and other "
-        f"processes take {busy:.0%} of the processors",
-        remedy="; ".join(remedies),
-        figures={"threads": given, "best": best, "slower": slow, "others": busy},
+        cause=f"{now} threads on {processors} processors cost {slower:.2f} times as much as {best}, and "
+        f"other processes take {others:.0%} of the processors",
+        remedy="; ".join(remedy for remedy, helps in remedies.items() if helps),
+        figures={"threads": now, "best": best, "slower": slower, "others": others},
     )
 
 
-def shallow(patient: Patient) -> Seen:
+def shallow(diagnosis: Diagnosis) -> Outcome:
     """What deeper trees promise."""
-    spec, own = _tree(patient)
-    level = _best(patient, lambda each: each.depth <= spec.depth)
-    deeper = _best(patient, lambda each: each.depth > spec.depth)
-    last = patient.rates[min(spec.depth, len(patient.rates)) - 1][0]
+    spec, own = _tree(diagnosis)
+    level = _best(diagnosis, lambda size: size.depth <= spec.depth)
+    deeper = _best(diagnosis, lambda size: size.depth > spec.depth)
+    last = diagnosis.rates[min(spec.depth, len(diagnosis.rates)) - 1][0]
     gain = deeper.estimate / max(own, level.estimate)
-    return Seen(
+    return Outcome(
         found=gain > PAYS,
         measured=f"depth {spec.depth}: × {own:.2f}, last right {last:.0%}; deeper: × {deeper.estimate:.2f}",
         normal=f"deeper below {PAYS} × as quick",
         cause=f"a tree of depth {spec.depth} ends where guesses are still right ({last:.0%}): one of depth "
         f"{deeper.depth} promises {gain:.2f} times its speed",
-        remedy=_retuned(patient, deeper),
+        remedy=_with_tree(diagnosis, deeper),
         figures={"own": own, "deeper": deeper.estimate, "last": last},
     )
 
 
-def oversized(patient: Patient) -> Seen:
+def oversized(diagnosis: Diagnosis) -> Outcome:
     """What smaller trees promise."""
-    spec, own = _tree(patient)
-    smaller = _best(patient, lambda each: each.nodes < spec.nodes and each.depth <= spec.depth)
+    spec, own = _tree(diagnosis)
+    smaller = _best(diagnosis, lambda size: size.nodes < spec.nodes and size.depth <= spec.depth)
     gain = smaller.estimate / own
-    return Seen(
+    return Outcome(
         found=gain > PAYS,
         measured=f"{spec.nodes} rows: × {own:.2f}; fewer: × {smaller.estimate:.2f}",
         normal=f"fewer below {PAYS} × as quick",
         cause=f"a pass over {spec.nodes} rows costs more here than its guesses bring: {smaller.nodes} rows "
         f"promise {gain:.2f} times its speed",
-        remedy=_retuned(patient, smaller),
+        remedy=_with_tree(diagnosis, smaller),
         figures={"own": own, "smaller": smaller.estimate},
     )
 
 
-def crowded(patient: Patient) -> Seen:
+def crowded(diagnosis: Diagnosis) -> Outcome:
     """What the tree brings for so many texts at once, and whether any would bring something."""
-    alone, here = _speedup(patient, 1), _speedup(patient, patient.batch)
-    remedy, best = "", _best(patient, lambda each: True)
-    if best.estimate >= 1:
-        remedy = f"a smaller tree: {_retuned(patient, best)}; or "
+    batch = diagnosis.batch
+    alone, together, best = _speedup(diagnosis, 1), _speedup(diagnosis, batch), _best(diagnosis)
+    remedy = f"a smaller tree: {_with_tree(diagnosis, best)}; or " if best.estimate >= 1 else ""
     if alone >= 1:
-        pay = [texts for texts in SPANS if texts < patient.batch and _speedup(patient, texts) >= 1]
+        pay = [texts for texts in BATCHES if texts < batch and _speedup(diagnosis, texts) >= 1]
         remedy += f"at most {max(pay, default=1)} texts at once (batch={max(pay, default=1)}); or "
-    cause = f"{patient.batch} texts at once fill the processor: rows of guesses cost more than they bring"
-    if patient.batch == 1:
+    cause = f"{batch} texts at once fill the processor: rows of guesses cost more than they bring"
+    if batch == 1:
         cause = "rows of guesses cost more here than they bring, whatever the tree"
-    return Seen(
-        found=here < 1 and (alone >= 1 or best.estimate < 1),
-        measured=f"{patient.batch} at once: × {here:.2f}; one: × {alone:.2f}",
+    return Outcome(
+        found=together < 1 and (alone >= 1 or best.estimate < 1),
+        measured=f"{batch} at once: × {together:.2f}; one: × {alone:.2f}",
         normal="above × 1 of plain decoding",
         cause=cause,
         remedy=f"{remedy}decode plainly: --drafter vanilla",
-        figures={"here": here, "alone": alone},
+        figures={"here": together, "alone": alone},
     )
 
 
-def _tree(patient: Patient) -> tuple[TreeSpec, float]:
+def _tree(diagnosis: Diagnosis) -> tuple[TreeSpec, float]:
     """The tree in use, and its estimated speed-up."""
-    if patient.chooses:
+    if diagnosis.chooses:
         raise Unmeasured("this drafter chooses a tree in every round")
-    if (seen := crowded(patient)).found:
+    if (outcome := crowded(diagnosis)).found:
         raise Unmeasured("drafting does not pay for so many texts")
-    return patient.grower.tree_spec, seen.figures["here"]
+    return diagnosis.proposer.tree_spec, outcome.figures["here"]
 
 
-def _best(patient: Patient, fits: Callable[[Size], bool]) -> Size:
+def _best(diagnosis: Diagnosis, fits: Callable[[Size], bool] = lambda _: True) -> Size:
     """The best static tree among those that fit; plain decoding if none does."""
-    some = [each for each in every_size(patient.rates, patient.costs(patient.batch)) if fits(each)]
-    return max(some, key=lambda each: each.estimate, default=Size(nodes=1, depth=0, tree="", estimate=1.0))
+    sizes = [size for size in every_size(diagnosis.rates, diagnosis.costs(diagnosis.batch)) if fits(size)]
+    return max(sizes, key=lambda size: size.estimate, default=Size(nodes=1, depth=0, tree="", estimate=1.0))
 
 
-def _retuned(patient: Patient, size: Size) -> str:
+def _with_tree(diagnosis: Diagnosis, size: Size) -> str:
     """How to take another tree."""
     if not size.depth:
         return "decode plainly: --drafter vanilla"
-    tree = f"best-first-{size.depth}x{size.nodes}"
-    head = patient.spec.replace(tree=None)
-    return (
-        f"--drafter '{patient.spec.replace(tree=tree)}', or let {suggested(f'tune --drafter {head}')} choose"
-    )
+    spec = diagnosis.spec.replace(tree=f"best-first-{size.depth}x{size.nodes}")
+    tune = suggested(f"tune --drafter {diagnosis.spec.replace(tree=None)}")
+    return f"--drafter '{spec}', or let {tune} choose"
 
 
-def _speedup(patient: Patient, texts: int) -> float:
+def _speedup(diagnosis: Diagnosis, batch: int) -> float:
     """Of the tree in use, or of the best one where the drafter chooses."""
-    costs = patient.costs(texts)
-    if patient.chooses:
-        return max((each.estimate for each in every_size(patient.rates, costs)), default=1.0)
-    spec = patient.grower.tree_spec
-    return costs.speedup(patient.drafted.tau, spec.nodes, spec.depth)
+    costs = diagnosis.costs(batch)
+    if diagnosis.chooses:
+        return max((size.estimate for size in every_size(diagnosis.rates, costs)), default=1.0)
+    spec = diagnosis.proposer.tree_spec
+    return costs.speedup(diagnosis.predicted.tau, spec.nodes, spec.depth)
 
 
 def _alternated(*passes: Callable[[], float]) -> list[float]:
@@ -185,37 +186,20 @@ def _alternated(*passes: Callable[[], float]) -> list[float]:
     return [min(times) for times in zip(*laps, strict=True)]
 
 
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Another number of threads, for as long as this lasts."""
-    kept = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(kept)
-
-
-@contextmanager
-def watched() -> Iterator[list[float]]:
-    """Yields a list that holds, at the end, the share of the processors that other processes took."""
-    others = [0.0]
-    before = _ticks(), _own_ticks()
-    yield others
-    (busy, total), own = _ticks(), _own_ticks()
-    taken = (busy - before[0][0]) - (own - before[1])
-    others[0] = max(0.0, taken / max(total - before[0][1], 1))
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ticks() -> tuple[float, float]:
     """Ticks that all processors worked, and all ticks; zeros where the system does not say."""
     try:
-        fields = [float(each) for each in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        fields = [float(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     except (OSError, ValueError):
         return 0.0, 0.0
     return sum(fields) - fields[3] - fields[4], sum(fields)  # idle, and waiting for a disk
 
 
 def _own_ticks() -> float:
-    spent = os.times()
-    return (spent.user + spent.system) * os.sysconf("SC_CLK_TCK")
+    times = os.times()
+    return (times.user + times.system) * os.sysconf("SC_CLK_TCK")

@@ -5,8 +5,8 @@ of another template surprise it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 
@@ -30,55 +30,47 @@ TEMPLATES = {
 SYSTEM = "You are a helpful AI assistant."
 
 
-@dataclass(frozen=True)
-class Framing:
+class Framing(NamedTuple):
     """Nats a token of the marks behind the questions: as the target frames them (None: not at all), and by
     the public templates."""
 
     own: float | None
     public: dict[str, float]
 
-    @property
-    def best(self) -> str:
-        return min(self.public, key=lambda name: self.public[name])
-
 
 def framing(target: Target, questions: Sequence[str]) -> Framing:
     """How the target takes the marks behind the questions."""
     assert target.text is not None
     public = {
-        name: mean(_surprise(target, before + asked, after) for asked in questions)
+        name: mean(_surprise(target, before + question, after) for question in questions)
         for name, (before, after) in TEMPLATES.items()
     }
-    if not target.text.has_chat:
-        return Framing(None, public)
-    parts = [_around(target, [{"role": "user", "content": asked}], asked) for asked in questions]
-    own = [
-        _surprise(target, before + asked, after)
-        for (before, after), asked in zip(parts, questions, strict=True)
-        if after
-    ]
+    own = []
+    for question in questions if target.text.has_chat else ():
+        before, after = _around(target, [{"role": "user", "content": question}], question)
+        if after:
+            own.append(_surprise(target, before + question, after))
     return Framing(mean(own) if own else None, public)
 
 
 def system_surprise(target: Target, question: str) -> tuple[float, float] | None:
     """Nats a token of the marks right before a question, as the target frames it and behind a system prompt.
     None where its template takes none."""
-    asked = {"role": "user", "content": question}
+    message = {"role": "user", "content": question}
     try:
-        given, _ = _around(target, [asked], question)
-        longer, _ = _around(target, [{"role": "system", "content": SYSTEM}, asked], question)
+        plain, _ = _around(target, [message], question)
+        longer, _ = _around(target, [{"role": "system", "content": SYSTEM}, message], question)
     except ValueError:
         return None
-    if longer == given or SYSTEM not in longer:
+    if longer == plain or SYSTEM not in longer:
         return None
-    marks = given
+    marks = plain
     while not longer.endswith(marks):
         marks = marks[1:]
     if not marks:
         return None
-    pair = [_surprise(target, each[: -len(marks)], marks, 1) for each in (given, longer)]
-    return pair[0], pair[1]
+    alone, behind = (_surprise(target, text[: -len(marks)], marks, 1) for text in (plain, longer))
+    return alone, behind
 
 
 def _around(target: Target, messages: Messages, question: str) -> tuple[str, str]:
@@ -88,14 +80,14 @@ def _around(target: Target, messages: Messages, question: str) -> tuple[str, str
     return (before, after) if found else ("", "")
 
 
-def _surprise(target: Target, before: str, marks: str, after: int = 0) -> float:
-    """Nats a token of some marks behind a text, without the first `after` of them, which may end the text.
+def _surprise(target: Target, before: str, marks: str, skip: int = 0) -> float:
+    """Nats a token of some marks behind a text, without the first `skip` of them, which may end the text.
     The first token of all is not judged."""
     assert target.text is not None
-    read, said = (target.text.ids(part) if part else [] for part in (before, marks))
-    split = max(after, not read)
-    read, said = [*read, *said[:split]], said[split:]
-    tokens = torch.tensor([[*read, *said]], device=target.device)
-    logits = target(chain(tokens), target.new_cache(1)).logits[0].double().log_softmax(-1)
-    told = logits[len(read) - 1 : -1].gather(1, tokens[0, len(read) :, None])
-    return float(-told.mean()) if len(told) else 0.0
+    ids, judged = (target.text.ids(part) if part else [] for part in (before, marks))
+    skip = max(skip, not ids)
+    start = len(ids) + len(judged[:skip])
+    tokens = torch.tensor([[*ids, *judged]], device=target.device)
+    log_p = target(chain(tokens), target.new_cache(1)).logits[0].double().log_softmax(-1)
+    surprise = log_p[start - 1 : -1].gather(1, tokens[0, start:, None])
+    return float(-surprise.mean()) if len(surprise) else 0.0

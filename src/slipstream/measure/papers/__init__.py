@@ -3,55 +3,48 @@
 from difflib import get_close_matches
 
 from slipstream.measure.papers import bita, eagle, fasteagle, glide
-from slipstream.measure.papers.entry import Entry
 
-ENTRIES: dict[str, Entry] = {
-    entry.name: entry for paper in (eagle, fasteagle, bita, glide) for entry in paper.ENTRIES
-}
-EQUAL = "--recipe recipes/equal_data.yaml --data answers.jsonl.gz"
-LABELS = "loss.feature=0 loss.token=1.0"  # of heads that do not say the target's states
+ENTRIES = eagle.ENTRIES | fasteagle.ENTRIES | bita.ENTRIES | glide.ENTRIES  # by the name that users give
+ANSWERS, EQUAL, READY_MADE = (
+    "--data answers.jsonl.gz",
+    "--recipe recipes/equal_data.yaml --data answers.jsonl.gz",
+    "--recipe recipes/equal_data.yaml --data ready_made_answers.jsonl",
+)
+LABELS = "loss.feature=0 loss.token=1.0"  # of heads that do not learn the target's states
 MLP = "head.intermediate_size=768"
 GLIDE, FAST = f"{LABELS} loss.noise=0", f"{MLP} head.depth=3 loss.decay=1.111"
-ARMS = {  # heads that no weights ship for, and how to train them
-    "fixed": "train eagle --recipe recipes/equal_data.yaml --data ready_made_answers.jsonl "
-    f"--out runs/fixed {MLP}",
+_ARMS = {  # method, data and options of each
+    "fixed": ("eagle", READY_MADE, MLP),
+    **{name: ("eagle", EQUAL, f"{MLP} head.inputs={name}") for name in eagle.INPUTS},
+    "parallel": ("fasteagle", EQUAL, f"{FAST} head.cascade=false"),
+    "nofeature": ("fasteagle", EQUAL, f"{FAST} loss.feature=0"),
+    "masks_only": ("bita", ANSWERS, "head.prompts=0"),
+    "shallow": ("bita", ANSWERS, "head.deep=false"),
+    "deep": ("bita", ANSWERS, ""),
+    **{f"prompts_{n}": ("bita", ANSWERS, f"head.prompts={n}") for n in bita.PROMPTS},
+    "masks_6": ("bita", ANSWERS, "head.depth=6"),
+    "distilled": ("draft-model", EQUAL, f"{LABELS} optimizer.lr=5e-4"),
+    "blind": ("glide", EQUAL, f"{GLIDE} {MLP} head.glimpses=false"),
+    "glide_low": ("glide", EQUAL, f'{GLIDE} {MLP} "head.taps=[cache of block 3]"'),
+    "glide_middle": ("glide", EQUAL, f'{GLIDE} {MLP} "head.taps=[cache of block 16]"'),
+    "glide_hard": ("glide", EQUAL, f"{GLIDE} {MLP} loss.hard=true"),
+    "glide_ready": ("glide", READY_MADE, f"{GLIDE} {MLP} loss.hard=true"),
+    "glide_two": ("glide", EQUAL, f"{GLIDE} {MLP} head.depth=2"),
     **{
-        inputs: f"train eagle {EQUAL} --out runs/{inputs} {MLP} head.inputs={inputs}"
-        for inputs in eagle.OTHERS
-    },
-    "parallel": f"train fasteagle {EQUAL} --out runs/parallel {FAST} head.cascade=false",
-    "nofeature": f"train fasteagle {EQUAL} --out runs/nofeature {FAST} loss.feature=0",
-    "masks_only": "train bita --data answers.jsonl.gz --out runs/masks_only head.prompts=0",
-    "shallow": "train bita --data answers.jsonl.gz --out runs/shallow head.deep=false",
-    "deep": "train bita --data answers.jsonl.gz --out runs/deep",
-    **{
-        f"prompts_{count}": f"train bita --data answers.jsonl.gz --out runs/prompts_{count} "
-        f"head.prompts={count}"
-        for count in bita.PROMPTS
-    },
-    "masks_6": "train bita --data answers.jsonl.gz --out runs/masks_6 head.depth=6",
-    "distilled": f"train draft-model {EQUAL} --out runs/distilled {LABELS} optimizer.lr=5e-4",
-    "blind": f"train glide {EQUAL} --out runs/blind {GLIDE} {MLP} head.glimpses=false",
-    **{
-        name: f'train glide {EQUAL} --out runs/{name} {GLIDE} {MLP} "head.taps=[cache of block {block}]"'
-        for name, block in {"glide_low": 3, "glide_middle": 16}.items()
-    },
-    "glide_hard": f"train glide {EQUAL} --out runs/glide_hard {GLIDE} {MLP} loss.hard=true",
-    "glide_ready": "train glide --recipe recipes/equal_data.yaml --data ready_made_answers.jsonl "
-    f"--out runs/glide_ready {GLIDE} {MLP} loss.hard=true",
-    "glide_two": f"train glide {EQUAL} --out runs/glide_two {GLIDE} {MLP} head.depth=2",
-    **{
-        f"glide_{width}": f"train glide {EQUAL} --out runs/glide_{width} {GLIDE} "
-        f"head.intermediate_size={width}"
+        f"glide_{width}": ("glide", EQUAL, f"{GLIDE} head.intermediate_size={width}")
         for width in glide.WIDTHS
     },
 }
+ARMS = {  # heads that no weights ship for, and how to train them
+    name: f"train {method} {data} --out runs/{name} {options}".strip()
+    for name, (method, data, options) in _ARMS.items()
+}
 
 
-def entry_of(name: str) -> Entry:
-    """The entry of this name. Raises ValueError, with the nearest name, where there is none."""
+def known_name(name: str) -> str:
+    """The same name. Raises ValueError, with the nearest name, where no entry has it."""
     if name in ENTRIES:
-        return ENTRIES[name]
-    near = get_close_matches(name.lower().replace("_", "-").replace(" ", "-"), ENTRIES, 1, 0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+        return name
+    nearest = get_close_matches(name.lower().replace("_", "-").replace(" ", "-"), ENTRIES, 1, 0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"Unknown table or figure: {name!r}.{hint} `slipstream reproduce --list` shows all")

@@ -1,28 +1,14 @@
 """What a table or a figure of a paper compares, as figures that are measured here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
-PREDICTED = {  # along the target's recorded answers
-    "τ": "tokens a target pass",
-    "α": "share accepted of the guesses of a chain that were judged",
-    **{f"{n}-α": f"share accepted of a chain's guesses behind {n} accepted ones" for n in range(5)},
-}
-TIMED = {  # in a race of `bench`
-    "× plain": "speed over plain decoding's",
-    "× HF": "speed over Hugging Face generate's",
-    "tokens/s": "tokens a second",
-    "draft ms": "milliseconds of drafting a round",
-    "c": "one draft step over a plain pass",
-    "E": "speed over plain decoding's if a pass cost the same for any rows: τ / (γc + 1)",
-}
-JUDGED = {  # of the guesses behind right ones, by the drafter's own confidence
-    "sure": "share accepted where the confidence is 0.5 or more",
-    "unsure": "share accepted where it is less",
-    "calibration error": "mean distance of confidence and acceptance over ten bins",
-}
-PREDICTION, RACE, CONFIDENCE = "prediction", "race", "confidence"  # how figures are measured
-VANILLA, HF = "vanilla", "hf_generate"
+from slipstream.measure.papers.kinds import KINDS
+
+BASELINES = VANILLA, HF = "vanilla", "hf_generate"
+MEDUSA, SMALL = "medusa:tree=best-first-3x16", "draft-model:tree=chain-5"  # beside several papers' heads
 
 
 @dataclass(frozen=True)
@@ -32,7 +18,7 @@ class Figure:
     Attributes:
         drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
         sets: of questions, whose figures are averaged.
-        kind: of `PREDICTED`, `TIMED` or `JUDGED`.
+        kind: a name in `KINDS`.
         batch: questions that are answered at once.
     """
 
@@ -45,7 +31,7 @@ class Figure:
     @property
     def how(self) -> str:
         """How it is measured."""
-        return RACE if self.kind in TIMED else CONFIDENCE if self.kind in JUDGED else PREDICTION
+        return KINDS[self.kind].how
 
     @property
     def head(self) -> str:
@@ -68,8 +54,8 @@ class Claim:
     """A relation that the paper's figures show: the left figure exceeds the right one.
 
     Attributes:
-        within: it is no further from the right one than that, instead.
-        times: it is so many times the right one, or more.
+        within: the figures differ by no more than that, instead.
+        times: the left figure is so many times the right one, or more.
     """
 
     text: str
@@ -79,26 +65,31 @@ class Claim:
     times: float = 1.0
 
 
-@dataclass(frozen=True)
 class Entry:
     """A table or a figure of a paper.
 
-    Attributes:
-        name: for `reproduce`.
+    Args:
         shows: what it is about.
+        parts: its lines, which are measured, and its claims, which must follow.
         model: whose figures are quoted from the paper.
-        lines, claims: what is measured, and what must follow.
-        note: what stands otherwise here.
-        experts: whether it is of a mixture of experts, and says nothing of another target.
+        note: what differs here from the paper.
+        experts: whether it is of a mixture of experts, and is left empty for another target.
     """
 
-    name: str
-    shows: str
-    model: str
-    lines: tuple[Line, ...] = ()
-    claims: tuple[Claim, ...] = ()
-    note: str = ""
-    experts: bool = False
+    def __init__(
+        self,
+        shows: str,
+        *parts: Line | Claim,
+        model: str = "Vicuna 7B",
+        note: str = "",
+        experts: bool = False,
+    ) -> None:
+        self.shows, self.model, self.note, self.experts = shows, model, note, experts
+        self.lines = [part for part in parts if isinstance(part, Line)]
+        self.claims = [part for part in parts if isinstance(part, Claim)]
+
+    def without_parts(self) -> "Entry":
+        return Entry(self.shows, model=self.model, note=self.note, experts=self.experts)
 
     @property
     def figures(self) -> list[Figure]:
@@ -107,53 +98,61 @@ class Entry:
         return list(dict.fromkeys([*(line.figure for line in self.lines), *compared]))
 
 
-def alike(head: str) -> str:
-    """A note for what compares heads that were trained in several ways."""
-    return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."
+def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) -> Figure:
+    """A figure, by default on MT-bench. At T > 0 a drafter draws its children, as Algorithm 1 verifies them
+    (EAGLE, appendix A.2), unless it names another proposal."""
+    if T and drafter not in BASELINES and "proposal=" not in drafter:
+        drafter += ",proposal=sampled"
+    return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
 
 
-def drawn(drafter: str, temperature: float) -> str:
-    """At T > 0 a drafter draws its children, as Algorithm 1 verifies them (EAGLE, appendix A.2), unless it
-    names another proposal."""
-    return f"{drafter},proposal=sampled" if temperature and "proposal=" not in drafter else drafter
+tau, speed, alpha = (partial(figure, kind) for kind in ("τ", "× plain", "α"))
+
+
+def compare(
+    text: str,
+    kind: str,
+    left: str,
+    right: str,
+    *sets: str,
+    T: float = 0.0,
+    batch: int = 1,
+    within: float | None = None,
+    times: float = 1.0,
+) -> Claim:
+    """A claim that compares two drafters in the same kind of figure."""
+    ours, theirs = (figure(kind, drafter, *sets, T=T, batch=batch) for drafter in (left, right))
+    return Claim(text, ours, theirs, within, times)
+
+
+def line(row: str, drafter: str, kind: str, paper: float | None = None, *sets: str, T: float = 0.0) -> Line:
+    """A cell in the column of its kind."""
+    return Line(row, f"{kind}, T = {T:g}" if T else kind, figure(kind, drafter, *sets, T=T), paper)
 
 
 def by_set(
-    rows: Mapping[str, str],
-    sets: Sequence[str],
-    kind: str,
-    paper: Mapping[str, Sequence[float]],
-    temperature: float = 0.0,
-) -> tuple[Line, ...]:
-    """A row a drafter and a column a set. `paper`: its figures, by row."""
-    at = f", T = {temperature:g}" if temperature else ""
-    return tuple(
-        Line(
-            row,
-            f"{name} {kind}{at}",
-            Figure(drawn(drafter, temperature), (name,), kind, temperature),
-            paper[row][i] if row in paper else None,
-        )
-        for row, drafter in rows.items()
-        for i, name in enumerate(sets)
-    )
-
-
-def n_alpha(
-    row: str, chain: str, name: str, paper: Sequence[float | None], temperature: float = 0.0
+    row: str, drafter: str, kind: str, sets: Sequence[str], paper: Sequence[float] = (), T: float = 0.0
 ) -> list[Line]:
-    """n-α of a chain of five, for n = 0 … 4."""
-    at, chain = f", T = {temperature:g}" if temperature else "", drawn(chain, temperature)
+    """A row with a column for each set."""
+    suffix = f", T = {T:g}" if T else ""
     return [
-        Line(row, f"{n}-α{at}", Figure(chain, (name,), f"{n}-α", temperature), paper[n]) for n in range(5)
+        Line(row, f"{name} {kind}{suffix}", figure(kind, drafter, name, T=T), value)
+        for name, value in zip_longest(sets, paper)
     ]
 
 
-def over(text: str, left: Figure, right: Figure, times: float = 1.0) -> Claim:
-    """The left figure exceeds the right one."""
-    return Claim(text, left, right, times=times)
+def by_batch(row: str, drafter: str, paper: dict[int, float | None]) -> tuple[Line, ...]:
+    """A row of speeds with a column for each number of texts at once."""
+    return tuple(Line(row, f"batch {n}", speed(drafter, batch=n), value) for n, value in paper.items())
 
 
-def near(text: str, left: Figure, right: Figure, within: float) -> Claim:
-    """The figures lie within this distance."""
-    return Claim(text, left, right, within)
+def n_alpha(
+    row: str, chain: str, paper: Sequence[float | None] = (None,) * 5, name: str = "mt_bench", T: float = 0.0
+) -> list[Line]:
+    """The n-α of a chain of five, for n = 0 … 4."""
+    return [line(row, chain, f"{n}-α", paper[n], name, T=T) for n in range(5)]
+
+
+def alike(head: str) -> str:
+    """A note for what compares heads that were trained in several ways."""
+    return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."

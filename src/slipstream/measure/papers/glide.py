@@ -1,236 +1,146 @@
 """GLIDE with a CAPE (Du et al. 2024): Tables 1–4 and Figures 1b, 4–9."""
 
-from itertools import pairwise
+from slipstream.measure.papers.entry import (
+    MEDUSA,
+    VANILLA,
+    Claim,
+    Entry,
+    alike,
+    by_batch,
+    by_set,
+    compare,
+    figure,
+    line,
+    speed,
+)
 
-from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, alike, by_set, drawn, near, over
-
-MT = ("mt_bench",)
 SETS = ("gsm8k", "alpaca", "humaneval")  # the paper: GSM8K, Finance-Alpaca, Spider, Code-Python
 CHAIN, CAPE, FIXED = "glide:tree=chain-5", "glide:tree=cape-5x32", "glide:tree=cape-5x32-4"
-BEAMS = {"beam 4": "glide:tree=beam-5x4", "beam 8": "glide:tree=beam-5x8"}
-MEDUSA = "medusa:tree=best-first-3x16"
-TREES = {"Medusa": MEDUSA, "GLIDE": CHAIN, **BEAMS, "fixed": FIXED, "CAPE": CAPE}
+BEAM_4, BEAM_8 = "glide:tree=beam-5x4", "glide:tree=beam-5x8"
+TREES = {"Medusa": MEDUSA, "GLIDE": CHAIN, "beam 4": BEAM_4, "beam 8": BEAM_8, "fixed": FIXED, "CAPE": CAPE}
+DRAFT_MODEL, BLIND, MIDDLE, LOW, TWO, OWN_TEXT, READY_TEXT = (
+    f"{name}:tree=chain-5"
+    for name in ("distilled", "blind", "glide_middle", "glide_low", "glide_two", "glide_hard", "glide_ready")
+)
+WIDTHS = {width: f"glide_{width}:tree=chain-5" for width in (384, 768, 1536)}
+CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fasteagle:tree=chain-3"}
 DATA = "Finance-Alpaca stands for instructions and Code-Python for code; Spider is left out."
 ALIKE = alike("glide")
-CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fasteagle:tree=chain-3"}
-ARMS = {  # name: what it is
-    "blind": "without glimpses",
-    "glide_low": "block 3's cache",
-    "glide_middle": "block 16's cache",
-    "glide_two": "two layers",
-}
-LOWER = ("glide_middle", "glide_low")
-WIDTHS = {width: f"glide_{width}:tree=chain-5" for width in (384, 768, 1536)}
 
-
-def _alpha(drafter: str, temperature: float = 0.0) -> Figure:
-    return Figure(drafter, SETS, "α", temperature)
-
-
-def _arm(name: str) -> str:
-    return f"{name}:tree=chain-5"
-
-
-DRAFTERS = {"GLIDE": CHAIN, "draft model": _arm("distilled")}
-OWN, READY = _arm("glide_hard"), _arm("glide_ready")
-
-
-def _speed(drafter: str, batch: int = 1) -> Figure:
-    return Figure(drafter, MT, "× plain", 0.0, batch)
-
-
-def _drafting(drafter: str) -> Figure:
-    return Figure(drafter, MT, "draft ms")
-
-
-ENTRIES = (
-    Entry(
-        "glide-table-1",
+ENTRIES = {
+    "glide-table-1": Entry(
         "acceptance rate and cost of GLIDE beside a draft model of its own",
-        "Vicuna 7B, of GLIDE beside LLAMA-68m",
-        (
-            *by_set(DRAFTERS, SETS, "α", {}),
-            *by_set(DRAFTERS, SETS, "α", {}, 1.0),
-            *(
-                Line(row, kind, Figure(each, MT, kind))
-                for row, each in DRAFTERS.items()
-                for kind in ("c", "E")
-            ),
-        ),
-        (
-            over("GLIDE's α exceeds the draft model's", _alpha(CHAIN), _alpha(DRAFTERS["draft model"])),
-            over(
-                "GLIDE's α exceeds the draft model's at T = 1",
-                _alpha(drawn(CHAIN, 1.0), 1.0),
-                _alpha(drawn(DRAFTERS["draft model"], 1.0), 1.0),
-            ),
-            over(
-                "GLIDE's expected speed-up exceeds the draft model's",
-                Figure(CHAIN, MT, "E"),
-                Figure(DRAFTERS["draft model"], MT, "E"),
-            ),
-        ),
-        f"{DATA} {ALIKE} The paper's α, 0.57 to 0.69 with Vicuna 13B and 33B, is at T = 1. E is its expected "
-        "speed-up, if rows cost nothing.",
+        *by_set("GLIDE", CHAIN, "α", SETS),
+        *by_set("draft model", DRAFT_MODEL, "α", SETS),
+        *by_set("GLIDE", CHAIN, "α", SETS, T=1.0),
+        *by_set("draft model", DRAFT_MODEL, "α", SETS, T=1.0),
+        line("GLIDE", CHAIN, "c"),
+        line("GLIDE", CHAIN, "E"),
+        line("draft model", DRAFT_MODEL, "c"),
+        line("draft model", DRAFT_MODEL, "E"),
+        compare("GLIDE's α exceeds the draft model's", "α", CHAIN, DRAFT_MODEL, *SETS),
+        compare("GLIDE's α exceeds the draft model's at T = 1", "α", CHAIN, DRAFT_MODEL, *SETS, T=1.0),
+        compare("GLIDE's expected speed-up exceeds the draft model's", "E", CHAIN, DRAFT_MODEL),
+        note=f"{DATA} {ALIKE} The paper's α, 0.57 to 0.69 with Vicuna 13B and 33B, is at T = 1. E is its "
+        "expected speed-up, if rows cost nothing.",
+        model="Vicuna 7B, of GLIDE beside LLAMA-68m",
     ),
-    Entry(
-        "glide-table-2",
+    "glide-table-2": Entry(
         "α by whose text is learnt, and by its labels",
-        "Vicuna 7B",
-        by_set(
-            {"the target's text": OWN, "ready-made text": READY, "the target's text and labels": CHAIN},
-            SETS,
-            "α",
-            {"the target's text": (0.650, 0.639, 0.675), "ready-made text": (0.648, 0.632, 0.670)},
-        ),
-        (
-            over("the target's text gives a larger α than ready-made text", _alpha(OWN), _alpha(READY)),
-            over("the target's labels give a larger α than its text alone", _alpha(CHAIN), _alpha(OWN)),
-        ),
-        f"{DATA} {ALIKE} The paper distils by learning text that the target wrote.",
+        *by_set("the target's text", OWN_TEXT, "α", SETS, (0.650, 0.639, 0.675)),
+        *by_set("ready-made text", READY_TEXT, "α", SETS, (0.648, 0.632, 0.670)),
+        *by_set("the target's text and labels", CHAIN, "α", SETS),
+        compare("the target's text gives a larger α than ready-made text", "α", OWN_TEXT, READY_TEXT, *SETS),
+        compare("the target's labels give a larger α than its text alone", "α", CHAIN, OWN_TEXT, *SETS),
+        note=f"{DATA} {ALIKE} The paper distils by learning text that the target wrote.",
     ),
-    Entry(
-        "glide-table-3",
+    "glide-table-3": Entry(
         "milliseconds of drafting: chain, beams, CAPE",
-        "Vicuna 7B",
-        tuple(
-            Line(row, "draft ms", _drafting(drafter), paper)
-            for row, drafter, paper in (
-                ("GLIDE", CHAIN, 5.3),
-                ("beam 4", BEAMS["beam 4"], 10.9),
-                ("beam 8", BEAMS["beam 8"], 14.8),
-                ("CAPE", CAPE, 5.5),
-            )
-        ),
-        (
-            over("beam 4 drafts longer than CAPE", _drafting(BEAMS["beam 4"]), _drafting(CAPE)),
-            over("beam 8 drafts longer than beam 4", _drafting(BEAMS["beam 8"]), _drafting(BEAMS["beam 4"])),
-            over(
-                "CAPE drafts less than 1.1 times as long as the chain",
-                Figure(CHAIN, MT, "draft ms"),
-                _drafting(CAPE),
-                1 / 1.1,
-            ),
+        line("GLIDE", CHAIN, "draft ms", 5.3),
+        line("beam 4", BEAM_4, "draft ms", 10.9),
+        line("beam 8", BEAM_8, "draft ms", 14.8),
+        line("CAPE", CAPE, "draft ms", 5.5),
+        compare("beam 4 drafts longer than CAPE", "draft ms", BEAM_4, CAPE),
+        compare("beam 8 drafts longer than beam 4", "draft ms", BEAM_8, BEAM_4),
+        compare(
+            "CAPE drafts less than 1.1 times as long as the chain", "draft ms", CHAIN, CAPE, times=1 / 1.1
         ),
     ),
-    Entry(
-        "glide-table-4",
+    "glide-table-4": Entry(
         "speed by the number of texts at once",
-        "Vicuna 7B",
-        tuple(
-            Line("GLIDE", f"batch {batch}", _speed(CHAIN, batch), paper)
-            for batch, paper in ((1, 1.956), (2, 1.946), (4, 2.084), (8, 1.969))
-        ),
-        (near("the speed-up at batch 4 is within 0.2 of batch 1's", _speed(CHAIN, 4), _speed(CHAIN), 0.2),),
-        "The paper's ratios are of its tokens/s, of copies of one prompt; here prompts differ.",
+        *by_batch("GLIDE", CHAIN, {1: 1.956, 2: 1.946, 4: 2.084, 8: 1.969}),
+        Claim("the speed-up at batch 4 is within 0.2 of batch 1's", speed(CHAIN, batch=4), speed(CHAIN), 0.2),
+        note="The paper's ratios are of its tokens/s, of copies of one prompt; here prompts differ.",
     ),
-    Entry(
-        "glide-figure-1b",
+    "glide-figure-1b": Entry(
         "acceptance by the drafter's confidence",
-        "Vicuna 7B",
-        tuple(
-            Line(row, kind, Figure(drafter, MT, kind))
-            for row, drafter in CONFIDENT.items()
+        *(
+            line(row, head, kind)
+            for row, head in CONFIDENT.items()
             for kind in ("sure", "unsure", "calibration error")
         ),
-        tuple(
-            over(
-                f"{row}: sure guesses are accepted more often",
-                Figure(drafter, MT, "sure"),
-                Figure(drafter, MT, "unsure"),
+        *(
+            Claim(
+                f"{row}: sure guesses are accepted more often", figure("sure", head), figure("unsure", head)
             )
-            for row, drafter in CONFIDENT.items()
+            for row, head in CONFIDENT.items()
         ),
-        "Sure: a confidence of 0.5 or more. `python benchmarks/confidence.py glide --plot` draws it.",
+        note="Sure: a confidence of 0.5 or more. `python benchmarks/confidence.py glide --plot` draws it.",
     ),
-    Entry(
-        "glide-figure-4",
+    "glide-figure-4": Entry(
         "α with and without glimpses of the target's cache",
-        "Mistral 7B and Vicuna",
-        by_set({"GLIDE": CHAIN, ARMS["blind"]: _arm("blind")}, SETS, "α", {}),
-        (over("glimpses give a larger α", _alpha(CHAIN), _alpha(_arm("blind"))),),
-        f"{DATA} {ALIKE} The paper's gains are 0.054 to 0.235.",
+        *by_set("GLIDE", CHAIN, "α", SETS),
+        *by_set("without glimpses", BLIND, "α", SETS),
+        compare("glimpses give a larger α", "α", CHAIN, BLIND, *SETS),
+        note=f"{DATA} {ALIKE} The paper's gains are 0.054 to 0.235.",
+        model="Mistral 7B and Vicuna",
     ),
-    Entry(
-        "glide-figure-5",
+    "glide-figure-5": Entry(
         "tokens a second on MT-bench",
-        "Vicuna 7B",
-        (
-            Line("plain decoding", "tokens/s", Figure(VANILLA, MT, "tokens/s"), 54.6),
-            Line("GLIDE", "tokens/s", Figure(CHAIN, MT, "tokens/s"), 106.8),
-        ),
-        (over("GLIDE is faster than plain decoding", _speed(CHAIN), _speed(VANILLA)),),
-        "The paper's figure has bars without numbers; these are of its Table 4 at batch 1.",
+        line("plain decoding", VANILLA, "tokens/s", 54.6),
+        line("GLIDE", CHAIN, "tokens/s", 106.8),
+        compare("GLIDE is faster than plain decoding", "× plain", CHAIN, VANILLA),
+        note="The paper's figure has bars without numbers; these are of its Table 4 at batch 1.",
     ),
-    Entry(
-        "glide-figure-6",
+    "glide-figure-6": Entry(
         "speed on MT-bench: Medusa, GLIDE, with beams, with CAPE",
-        "Vicuna",
-        (
-            *(Line(row, "× plain", _speed(drafter)) for row, drafter in TREES.items()),
-            *(Line(row, "τ", Figure(drafter, MT)) for row, drafter in TREES.items()),
-        ),
-        (
-            over("CAPE is faster than GLIDE alone", _speed(CAPE), _speed(CHAIN)),
-            over("CAPE is faster than beam 4", _speed(CAPE), _speed(BEAMS["beam 4"])),
-            over("CAPE is faster than a fixed number of candidates", _speed(CAPE), _speed(FIXED)),
-            over("GLIDE alone is faster than Medusa", _speed(CHAIN), _speed(MEDUSA)),
-            over("GLIDE alone is faster than with beam 4", _speed(CHAIN), _speed(BEAMS["beam 4"])),
-            over("CAPE commits more tokens than the chain", Figure(CAPE, MT), Figure(CHAIN, MT)),
-        ),
-        "The paper's figure has bars without numbers: up to 2.5 with CAPE.",
+        *(line(row, drafter, kind) for kind in ("× plain", "τ") for row, drafter in TREES.items()),
+        compare("CAPE is faster than GLIDE alone", "× plain", CAPE, CHAIN),
+        compare("CAPE is faster than beam 4", "× plain", CAPE, BEAM_4),
+        compare("CAPE is faster than a fixed number of candidates", "× plain", CAPE, FIXED),
+        compare("GLIDE alone is faster than Medusa", "× plain", CHAIN, MEDUSA),
+        compare("GLIDE alone is faster than with beam 4", "× plain", CHAIN, BEAM_4),
+        compare("CAPE commits more tokens than the chain", "τ", CAPE, CHAIN),
+        note="The paper's figure has bars without numbers: up to 2.5 with CAPE.",
+        model="Vicuna",
     ),
-    Entry(
-        "glide-figure-7",
+    "glide-figure-7": Entry(
         "α by the block whose cache is read",
-        "Mistral 7B",
-        by_set({"the last block's": CHAIN} | {ARMS[name]: _arm(name) for name in LOWER}, SETS, "α", {}),
-        (
-            over(
-                "the last block's cache gives a larger α than block 16's",
-                _alpha(CHAIN),
-                _alpha(_arm(LOWER[0])),
-            ),
-            over(
-                "the last block's cache gives a larger α than block 3's",
-                _alpha(CHAIN),
-                _alpha(_arm(LOWER[1])),
-            ),
-            over(
-                "block 16's cache gives a larger α than block 3's",
-                _alpha(_arm(LOWER[0])),
-                _alpha(_arm(LOWER[1])),
-            ),
-        ),
-        f"{DATA} {ALIKE}",
+        *by_set("the last block's", CHAIN, "α", SETS),
+        *by_set("block 16's cache", MIDDLE, "α", SETS),
+        *by_set("block 3's cache", LOW, "α", SETS),
+        compare("the last block's cache gives a larger α than block 16's", "α", CHAIN, MIDDLE, *SETS),
+        compare("the last block's cache gives a larger α than block 3's", "α", CHAIN, LOW, *SETS),
+        compare("block 16's cache gives a larger α than block 3's", "α", MIDDLE, LOW, *SETS),
+        note=f"{DATA} {ALIKE}",
+        model="Mistral 7B",
     ),
-    Entry(
-        "glide-figure-8",
+    "glide-figure-8": Entry(
         "one layer or two",
-        "Vicuna 7B",
-        (
-            *by_set({"one layer": CHAIN, ARMS["glide_two"]: _arm("glide_two")}, MT, "× plain", {}),
-            *by_set({"one layer": CHAIN, ARMS["glide_two"]: _arm("glide_two")}, MT, "α", {}),
-        ),
-        (
-            over("one layer is faster", _speed(CHAIN), _speed(_arm("glide_two"))),
-            over("two layers give a larger α", Figure(_arm("glide_two"), MT, "α"), Figure(CHAIN, MT, "α")),
-        ),
-        ALIKE,
+        *by_set("one layer", CHAIN, "× plain", ["mt_bench"]),
+        *by_set("two layers", TWO, "× plain", ["mt_bench"]),
+        *by_set("one layer", CHAIN, "α", ["mt_bench"]),
+        *by_set("two layers", TWO, "α", ["mt_bench"]),
+        compare("one layer is faster", "× plain", CHAIN, TWO),
+        compare("two layers give a larger α", "α", TWO, CHAIN),
+        note=ALIKE,
     ),
-    Entry(
-        "glide-figure-9",
+    "glide-figure-9": Entry(
         "speed by the head's width",
-        "Vicuna 7B",
-        tuple(
-            Line(f"an MLP of {width}", kind, Figure(head, MT, kind))
-            for width, head in WIDTHS.items()
-            for kind in ("× plain", "α")
-        ),
-        tuple(
-            over(f"{wide} is faster than {narrow}", _speed(WIDTHS[wide]), _speed(WIDTHS[narrow]))
-            for narrow, wide in pairwise(WIDTHS)
-        ),
-        "The paper widens the whole layer, from 768 to 4,096. Here it is as wide as the target's states.",
+        *(line(f"an MLP of {n}", head, kind) for n, head in WIDTHS.items() for kind in ("× plain", "α")),
+        compare("768 is faster than 384", "× plain", WIDTHS[768], WIDTHS[384]),
+        compare("1536 is faster than 768", "× plain", WIDTHS[1536], WIDTHS[768]),
+        note="The paper widens the whole layer, from 768 to 4,096. Here it is as wide as the target's "
+        "states.",
     ),
-)
+}

@@ -8,14 +8,14 @@ from rich.text import Text
 
 from slipstream.measure.bootstrap import Interval
 from slipstream.measure.papers.entry import Entry
-from slipstream.measure.papers.evidence import ABSENT, FAILS, HOLDS, Cell, Evidence
+from slipstream.measure.papers.measurements import ABSENT, FAILS, HOLDS, OPEN, Cell, Measurements
 from slipstream.results import Figures, Part, Report, flat
 
 QUESTIONS, TOKENS = 20, 64  # of fewer a table says little, and is marked
-STYLES = {HOLDS: "green", FAILS: "bold red"}
+STYLES = {HOLDS: "green", FAILS: "bold red", OPEN: "yellow", ABSENT: "yellow"}
 
 
-class Asked(Part):
+class QuestionSet(Part):
     """A set of questions: where it is from, and the categories of those that were asked, by name.
     `fingerprint`: of their texts."""
 
@@ -24,11 +24,11 @@ class Asked(Part):
     fingerprint: str
 
 
-class Settings(Part):
+class ReproduceSettings(Part):
     """What was asked: a run goes on only under the same settings."""
 
     limit: int | None
-    sets: dict[str, Asked]
+    sets: dict[str, QuestionSet]
     heads: dict[str, str]
     fingerprint: str  # of the target and its generation_config
     marks: dict[str, str] = {}  # by drafter: a fingerprint of its trees and weights
@@ -45,8 +45,8 @@ class Value(Part):
 
     def __str__(self) -> str:
         ours = "–" if self.ours is None else f"{self.ours:.2f}"
-        sure = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
-        return ours + sure + (f" ({self.paper:g})" if self.paper is not None else "")
+        interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
+        return ours + interval + (f" ({self.paper:g})" if self.paper is not None else "")
 
 
 class Relation(Part):
@@ -59,10 +59,10 @@ class Relation(Part):
     interval: Interval | None
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """What was claimed, and what decides."""
-        sure = " [{:+.2f}, {:+.2f}]".format(*self.interval) if self.interval else ""
-        return self.claim + ("" if self.difference is None else f" (by {self.difference:+.2f}{sure})")
+        interval = " [{:+.2f}, {:+.2f}]".format(*self.interval) if self.interval else ""
+        return self.claim + ("" if self.difference is None else f" (by {self.difference:+.2f}{interval})")
 
 
 class Table(Part):
@@ -84,25 +84,22 @@ class Table(Part):
     note: str
 
     @classmethod
-    def of(cls, entry: Entry, evidence: Evidence, new: int, missing: dict[str, str]) -> "Table":
-        """What the evidence says of an entry."""
-        values = []
+    def of(cls, name: str, entry: Entry, cells: Measurements, new: int, missing: dict[str, str]) -> "Table":
+        """An entry's table. `new`: tokens of each answer; `missing`: by drafter, what to do about it."""
+        values, relations = [], []
         for line in entry.lines:
-            ours, interval = evidence.value(line.figure)
-            paper, row = line.paper, {"row": line.row, "column": line.column}
-            values.append(Value(**row, ours=ours, interval=interval, paper=paper))
-        relations = []
+            row, column, paper, (ours, interval) = line.row, line.column, line.paper, cells.value(line.figure)
+            values.append(Value(row=row, column=column, ours=ours, interval=interval, paper=paper))
         for claim in entry.claims:
-            verdict, difference, interval = evidence.verdict(claim)
-            told = {"claim": claim.text, "verdict": verdict}
-            relations.append(Relation(**told, difference=difference, interval=interval))
-        asked = [evidence.questions(figure) for figure in entry.figures]
+            text, (verdict, by, interval) = claim.text, cells.verdict(claim)
+            relations.append(Relation(claim=text, verdict=verdict, difference=by, interval=interval))
+        counts = [count for figure in entry.figures if (count := cells.questions(figure))]
         absent = [missing[figure.drafter] for figure in entry.figures if figure.drafter in missing]
         return cls(
-            name=entry.name,
+            name=name,
             shows=entry.shows,
             model=entry.model,
-            smoke=new < TOKENS or min((n for n in asked if n), default=QUESTIONS) < QUESTIONS,
+            smoke=new < TOKENS or min(counts, default=QUESTIONS) < QUESTIONS,
             values=values,
             relations=relations,
             missing=list(dict.fromkeys(absent)),
@@ -121,8 +118,8 @@ class Table(Part):
                 table.add_row(row, *(cells.get(column, "") for column in columns))
             parts.append(table)
         for relation in self.relations:
-            style = STYLES.get(relation.verdict, "yellow")
-            parts.append(Text.assemble((relation.verdict, style), f": {relation.told}"))
+            style = STYLES.get(relation.verdict, "")
+            parts.append(Text.assemble((relation.verdict, style), f": {relation.text}"))
         parts += [Text(line, "dim") for line in (*self.missing, self.note) if line]
         return Group(*parts, Text(""))
 
@@ -139,7 +136,7 @@ class ReproduceReport(Report):
 
     max_new_tokens: int
     seed: int
-    settings: Settings
+    settings: ReproduceSettings
     estimate_seconds: float
     seconds: float
     cells: list[Cell]
@@ -147,17 +144,16 @@ class ReproduceReport(Report):
 
     def __rich__(self) -> Group:
         """Every table, and how many relations hold."""
-        verdicts = Counter(each.verdict for table in self.tables for each in table.relations)
-        sizes = [len(asked.categories) for asked in self.settings.sets.values()]
-        most = " to ".join(map(str, sorted({min(sizes), max(sizes)}))) if sizes else "no"
+        sizes = [len(questions.categories) for questions in self.settings.sets.values()]
+        counts = " to ".join(map(str, sorted({min(sizes), max(sizes)}))) if sizes else "no"
         title = f"{self.model}, {self.hardware['cpu']}: "
-        title += f"{most} questions of each set, {self.max_new_tokens} tokens"
-        sets = ", ".join(f"{name} is {asked.source}" for name, asked in self.settings.sets.items())
-        told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, *OTHERS))
-        return Group(Text(title, "bold"), Text(sets, "dim"), *self.tables, Text(f"relations: {told}", "bold"))
+        title += f"{counts} questions of each set, {self.max_new_tokens} tokens"
+        sources = ", ".join(f"{name} is {questions.source}" for name, questions in self.settings.sets.items())
+        verdicts = Counter(relation.verdict for table in self.tables for relation in table.relations)
+        relations = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in STYLES)
+        return Group(
+            Text(title, "bold"), Text(sources, "dim"), *self.tables, Text(f"relations: {relations}", "bold")
+        )
 
     def _rows(self) -> list[dict[str, Any]]:
         return [{"table": table.name} | flat(value) for table in self.tables for value in table.values]
-
-
-OTHERS = ("undecided", ABSENT)

@@ -1,16 +1,25 @@
 """Pictures of runs of `bench`: what a run's drafters brought, and throughput against texts at once."""
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from slipstream.measure.bench_report import PARTS, BenchReport, DrafterResult
-from slipstream.measure.bootstrap import paired
+from slipstream.measure.bootstrap import Asked, Interval, Paired, paired
 from slipstream.measure.sweep import Sweep
 from slipstream.plotting import picture
 
 MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
 SHADES = ("#0072B2", "#E69F00", "#999999")  # dark, light and grey, also without colour
+
+
+def by_task(row: DrafterResult, plain: DrafterResult, task: Callable[[Asked], str]) -> dict[str, Paired]:
+    """Speed over plain decoding's by the task of a question, with intervals over its questions."""
+    tasks: dict[str, dict[str, Asked]] = {}
+    for question, answer in row.by_question.items():
+        tasks.setdefault(task(answer), {})[question] = answer
+    return {name: paired(answers, plain.by_question) for name, answers in tasks.items()}
 
 
 def draw_run(run: BenchReport, path: str | None) -> Any:
@@ -22,7 +31,7 @@ def draw_run(run: BenchReport, path: str | None) -> Any:
         for row in drafters:
             reached = [1.0, *row.acceptance_by_depth, 0.0]
             depths.plot(range(1, len(reached) - 1), reached[1:-1], label=row.drafter, **MARKED)
-            shares = [here - deeper for here, deeper in pairwise(reached)]
+            shares = [share - deeper for share, deeper in pairwise(reached)]
             lengths.plot(range(len(shares)), shares, **MARKED)
         depths.set(title="Acceptance by depth", xlabel="depth", ylabel="share of rounds", ylim=(0, 1))
         lengths.set(
@@ -37,25 +46,29 @@ def draw_run(run: BenchReport, path: str | None) -> Any:
 
 def _tasks(axes: Any, plain: DrafterResult, drafters: list[DrafterResult]) -> None:
     """× plain of each drafter, by category where there are several, else by file."""
-    kinds = {asked.category or asked.file for asked in plain.by_question.values()}
-    part = "category" if len(kinds) > 1 else "file"
-    names = sorted({getattr(each, part) or each.file for each in plain.by_question.values()})
+    answers = plain.by_question.values()
+    several = len({answer.category or answer.file for answer in answers}) > 1
+
+    def task(answer: Asked) -> str:
+        return (several and answer.category) or answer.file
+
+    names = sorted({task(answer) for answer in answers})
     for i, row in enumerate(drafters):
         at = [place + (i - (len(drafters) - 1) / 2) * 0.7 / len(drafters) for place in range(len(names))]
-        found = [_over(row, plain, part, name) for name in names]
-        ends = [each.interval or (each.mean, each.mean) for each in found]
-        means = [each.mean for each in found]
-        off = [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
+        by_name = by_task(row, plain, task)
+        speedups = [by_name[name] for name in names]
+        means = [speedup.mean for speedup in speedups]
+        off = _errors(means, [speedup.interval for speedup in speedups])
         axes.errorbar(means, at, xerr=off, linestyle="", label=row.drafter, **MARKED)
     axes.axvline(1.0, color="gray", linestyle="--", linewidth=1)
     axes.set(title="Speed-up by task, 95 % over questions", xlabel="× plain decoding")
     axes.set_yticks(range(len(names)), names, fontsize="x-small")
 
 
-def _over(row: DrafterResult, plain: DrafterResult, part: str, name: str) -> Any:
-    chosen = [q for q, each in plain.by_question.items() if (getattr(each, part) or each.file) == name]
-    ours, theirs = ({q: of.by_question[q] for q in chosen} for of in (row, plain))
-    return paired(ours, theirs)
+def _errors(means: Sequence[float], intervals: Sequence[Interval | None]) -> list[list[float]]:
+    """How far intervals reach below and above the means; nowhere where there is none."""
+    ends = [interval or (mean, mean) for mean, interval in zip(means, intervals, strict=True)]
+    return [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
 
 
 def _times(axes: Any, rows: list[DrafterResult], batch: int) -> None:
@@ -85,9 +98,7 @@ def draw_sweep(sweep: Sweep, path: str | None) -> Any:
             batches = [batch for batch, _ in rows]
             speeds.plot(batches, [row.tokens_per_second for _, row in rows], label=label, **MARKED)
             means = [row.speedup.vanilla for _, row in rows]
-            known = [row.intervals.get("vanilla") for _, row in rows]
-            ends = [each or (mean, mean) for mean, each in zip(means, known, strict=True)]
-            off = [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
+            off = _errors(means, [row.intervals.get("vanilla") for _, row in rows])
             ratios.errorbar(batches, means, yerr=off, **MARKED)
         speeds.set(title="Throughput", xlabel="texts at once", ylabel="tokens/s", ylim=(0, None))
         ratios.set(title="Speed-up, 95 % over questions", xlabel="texts at once", ylabel="× plain decoding")

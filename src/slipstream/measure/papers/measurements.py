@@ -1,0 +1,150 @@
+"""What was measured, as sums over questions: the values of figures, their intervals, and what they decide."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from slipstream.measure.bootstrap import SAMPLES, Interval, interval
+from slipstream.measure.papers.entry import Claim, Figure
+from slipstream.measure.papers.kinds import KINDS, Sums
+from slipstream.results import Part
+
+HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "undecided", "not measured"
+
+
+class Place(NamedTuple):
+    """Which cell it is: a drafter on a set of questions, and how it is measured."""
+
+    drafter: str
+    asked: str
+    temperature: float
+    batch: int
+    how: str
+
+
+class Cell(Part):
+    """What was measured of one drafter along one set of questions.
+
+    Attributes:
+        asked: the set's name.
+        how: it was measured, as `Figure.how` has it.
+        columns: what is counted of each question, by its name in `questions`.
+    """
+
+    drafter: str
+    asked: str
+    temperature: float
+    batch: int
+    how: str
+    columns: list[str]
+    questions: dict[str, list[float]]
+
+    @property
+    def place(self) -> Place:
+        return Place(self.drafter, self.asked, self.temperature, self.batch, self.how)
+
+
+def place(figure: Figure, name: str) -> Place:
+    """The cell that a figure needs of a set; `mt_bench/coding` is a category of `mt_bench`."""
+    return Place(figure.drafter, name.partition("/")[0], figure.temperature, figure.batch, figure.how)
+
+
+class Draws(NamedTuple):
+    """The figure of all questions, and behind it the figures of questions drawn anew, which are NaN where a
+    set has one question only. `freedom`: as `interval` takes it."""
+
+    figures: Float[Tensor, " draws"]
+    freedom: int
+
+    def measured(self) -> tuple[float | None, Interval | None]:
+        """The figure and its interval, rounded to four digits. None where it, or some draw, is a share of
+        nothing."""
+        value = round(float(self.figures[0]), 4) if self.figures[0].isfinite() else None
+        if not self.figures.isfinite().all():
+            return value, None
+        low, high = interval(self.figures[1:], self.freedom)
+        return value, (round(low, 4), round(high, 4))
+
+
+class Measurements:
+    """Cells, and what figures and claims they make.
+
+    Args:
+        categories: of the questions, by set and name.
+    """
+
+    def __init__(self, cells: Mapping[Place, Cell], categories: Mapping[str, Mapping[str, str]]) -> None:
+        self._cells, self._categories = cells, categories
+
+    def draws(self, figure: Figure, compared: Figure | None = None) -> Draws | None:
+        """A figure; None where a set was not measured. Of a set that it shares with the figure that it is
+        compared with, the questions of both count."""
+        parts, freedom = [], 0
+        for name in figure.sets:
+            other = compared if compared is not None and name in compared.sets else figure
+            groups = self._groups(figure, other, name)
+            if not groups:
+                return None
+            parts.append(KINDS[figure.kind].formula(self._sums(figure, name, groups)))
+            freedom += len(groups) - 1
+        return Draws(torch.stack(parts).mean(0), freedom)
+
+    def questions(self, figure: Figure) -> int:
+        """The number of questions in the smallest of the figure's sets."""
+        return min(len(self._rows(figure, name)) for name in figure.sets)
+
+    def _rows(self, figure: Figure, name: str) -> dict[str, list[float]]:
+        """What was counted of each question of a set."""
+        cell, (whole, _, category) = self._cells.get(place(figure, name)), name.partition("/")
+        if cell is None or not category:
+            return {} if cell is None else cell.questions
+        categories = self._categories[whole]
+        return {question: row for question, row in cell.questions.items() if categories[question] == category}
+
+    def _groups(self, figure: Figure, other: Figure, name: str) -> list[list[str]]:
+        """The questions of both figures. Those that were answered at once share their time: they are one."""
+        both = self._rows(figure, name).keys() & self._rows(other, name).keys()
+        wide = max(figure, other, key=lambda figure: figure.batch)
+        groups: dict[int, list[str]] = {}
+        for i, question in enumerate(self._cells[place(wide, name)].questions if both else ()):
+            if question in both:
+                groups.setdefault(i // wide.batch, []).append(question)
+        return [*groups.values()]
+
+    def _sums(self, figure: Figure, name: str, groups: Sequence[Sequence[str]]) -> Sums:
+        """Sums over the groups, and over groups drawn anew: the same for all figures of the same groups."""
+        rows = self._rows(figure, name)
+        by_group = ([rows[question] for question in group] for group in groups)
+        counts = torch.stack([torch.tensor(row, dtype=torch.float64).sum(0) for row in by_group])
+        n, generator = len(counts), torch.Generator().manual_seed(crc32(name.encode()))
+        drawn = torch.full((SAMPLES, counts.shape[1]), torch.nan, dtype=torch.float64)
+        if n > 1:  # n − 1 of them are drawn, as `paired` explains
+            drawn = counts[torch.randint(n, (SAMPLES, n - 1), generator=generator)].sum(1)
+        sums = torch.cat([counts.sum(0, keepdim=True), drawn])
+        return dict(zip(self._cells[place(figure, name)].columns, sums.T, strict=True))
+
+    def value(self, figure: Figure) -> tuple[float | None, Interval | None]:
+        """The figure and its interval over questions; None where it was not measured."""
+        draws = self.draws(figure)
+        return (None, None) if draws is None else draws.measured()
+
+    def verdict(self, claim: Claim) -> tuple[str, float | None, Interval | None]:
+        """Whether the claim holds, and by how much the left figure exceeds what it is compared with.
+        Intervals over questions decide."""
+        left, right = self.draws(claim.left, claim.right), self.draws(claim.right, claim.left)
+        if left is None or right is None:
+            return ABSENT, None, None
+        difference = left.figures - claim.times * right.figures
+        value, bounds = Draws(difference, min(left.freedom, right.freedom)).measured()
+        if bounds is None:
+            return OPEN, value, None
+        low, high = bounds
+        if claim.within is None:
+            holds, fails = low > 0, high < 0
+        else:
+            holds, fails = max(-low, high) <= claim.within, max(low, -high) > claim.within
+        return (HOLDS if holds else FAILS if fails else OPEN), value, bounds
