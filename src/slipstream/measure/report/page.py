@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 from slipstream.engine.trace import Round, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.html import assembled
-from slipstream.measure.bench_report import BenchReport, DrafterResult
-from slipstream.measure.bootstrap import Asked, paired
-from slipstream.measure.certify import Certificate
-from slipstream.measure.questions import file_names
-from slipstream.measure.sweep import Sweep
+from slipstream.measure.bootstrap import QuestionResult, paired
+from slipstream.measure.datasets import file_names
+from slipstream.measure.results import BenchReport, Certificate, DrafterResult, Sweep
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
 SCRIPTS = ("dom", "charts", "runs", "certificates", "tree", "answers", "page")  # each needs those before
@@ -89,8 +87,8 @@ def _run(report: BenchReport) -> dict[str, Any]:
 def _tasks(row: DrafterResult, plain: DrafterResult) -> dict[str, Any]:
     """By file, and by category where questions have one."""
 
-    def by(part: str, result: DrafterResult) -> dict[str, dict[str, Asked]]:
-        parts: dict[str, dict[str, Asked]] = {}
+    def by(part: str, result: DrafterResult) -> dict[str, dict[str, QuestionResult]]:
+        parts: dict[str, dict[str, QuestionResult]] = {}
         for name, asked in result.by_question.items():
             parts.setdefault(getattr(asked, part), {})[name] = asked
         return {key: some for key, some in parts.items() if key}

@@ -4,9 +4,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from slipstream.measure.bench_report import PARTS, BenchReport, DrafterResult
 from slipstream.measure.bootstrap import paired
-from slipstream.measure.sweep import Sweep
+from slipstream.measure.results import PARTS, BenchReport, DrafterResult, Sweep
 from slipstream.plotting import picture
 
 MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
