@@ -19,9 +19,10 @@ from engines import Answers, Engine, started
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
 from slipstream.files import first_line
+from slipstream.measure.datasets import Question
 from slipstream.measure.metrics import Answered, Tally
-from slipstream.measure.questions import Question
-from slipstream.measure.runner import HF, Contest, first_prompts
+from slipstream.measure.results import HF
+from slipstream.measure.runner import Runner, first_prompts
 from slipstream.methods import named
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -142,8 +143,8 @@ def _groups(prompts: list[list[int]], texts: Sequence[int]) -> Iterator[tuple[in
 
 def _arms(target: HFTarget, texts: int, new: int) -> dict[str, Ask]:
     """What answers so many prompts at once, by name, plain decoding first."""
-    contest = Contest.of(target, drafters(target, texts), new, 0.0, 0, texts)
-    return {name: partial(contest.ask_all, name) for name in (PLAIN, HF, *contest.drafters)}
+    runner = Runner.of(target, drafters(target, texts), new, 0.0, 0, texts)
+    return {name: partial(runner.ask_all, name) for name in (PLAIN, HF, *runner.drafters)}
 
 
 def drafters(target: HFTarget, texts: int) -> dict[str, Drafter]:

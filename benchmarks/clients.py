@@ -33,7 +33,7 @@ from serve_clients import request, said
 from slipstream import generate
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from slipstream.cli import common as cli
 from slipstream.engine.replay import Prediction, record
 from slipstream.measure.bootstrap import SAMPLES, interval
-from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.datasets import Asking, load_questions
 from slipstream.measure.resume import check_same
 from slipstream.measure.runner import first_prompts
 from slipstream.provenance import commanded

@@ -17,7 +17,7 @@ from typing import Any
 import table
 from common import digits
 from growth import growth
-from slipstream.measure.bench_report import BenchReport
+from slipstream.measure.results import BenchReport
 
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]

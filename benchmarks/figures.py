@@ -15,7 +15,7 @@ import derive
 import growth
 from heads import HeadsReport
 from peers import PeersReport
-from slipstream.measure.tune_report import TuneReport
+from slipstream.measure.results import TuneReport
 from slipstream.training.progress import Evaluation
 from slipstream.training.run import draw
 from table import write_tables

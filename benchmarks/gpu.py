@@ -48,7 +48,7 @@ from slipstream.engine.generate import Generation, Job, generate
 from slipstream.files import check_writable
 from slipstream.kernels import ops as kernels
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget

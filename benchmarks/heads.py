@@ -37,9 +37,10 @@ from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.replay import Prediction, decoded, predict
 from slipstream.files import check_writable
-from slipstream.measure.cost import PARTS, Rounds
-from slipstream.measure.questions import Asking
-from slipstream.measure.trees import proposing
+from slipstream.measure.cost import Rounds
+from slipstream.measure.datasets import Asking
+from slipstream.measure.results import PARTS
+from slipstream.measure.tune import proposing
 from slipstream.plotting import picture
 from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading

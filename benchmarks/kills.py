@@ -58,7 +58,7 @@ IMPORTED = [
     "slipstream.measure.certify",
     "slipstream.measure.report.pictures",
     "slipstream.measure.papers.reproduce",
-    "slipstream.measure.sweep",
+    "slipstream.measure.bench",
     "slipstream.measure.tune",
     "slipstream.training.inventory",
     "slipstream.training.run",

@@ -24,8 +24,8 @@ from common import Plot, run
 from engines import OURS, Answers, Engine, Way, begun, engines, started
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
-from slipstream.measure.bootstrap import Asked, Paired, paired
-from slipstream.measure.questions import Asking, Question, batches, load_questions
+from slipstream.measure.bootstrap import Paired, QuestionResult, paired
+from slipstream.measure.datasets import Asking, Question, batches, load_questions
 from slipstream.measure.runner import first_prompts
 from slipstream.plotting import picture
 from slipstream.results import Figures, Part, Report, heading
@@ -36,7 +36,7 @@ DRAFTERS = ["vanilla", "auto", "hybrid"]
 WARM_UP = 16  # tokens
 
 
-class Timed(Asked):
+class Timed(QuestionResult):
     """One arm's answer to one question. `agree`: tokens from the start that are our plain decoding's."""
 
     prompt_tokens: int

@@ -18,7 +18,7 @@ from common import run
 from slipstream.cli import common as cli
 from slipstream.core.tree import chain
 from slipstream.files import check_writable, write_json
-from slipstream.measure.questions import Question, load_questions
+from slipstream.measure.datasets import Question, load_questions
 from slipstream.progress import bars
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target

@@ -24,7 +24,7 @@ import slipstream
 from common import between, digits, drawn_of, run
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
-from slipstream.measure.questions import Question, load_questions
+from slipstream.measure.datasets import Question, load_questions
 from slipstream.results import Figures, heading
 
 PROPOSALS = ("top-k", "noise", "sampled")

@@ -30,8 +30,9 @@ from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.session import Seconds
 from slipstream.files import check_writable, read_json, write_json
 from slipstream.measure.bootstrap import student
-from slipstream.measure.cost import PARTS, Rounds
-from slipstream.measure.questions import load_questions
+from slipstream.measure.cost import Rounds
+from slipstream.measure.datasets import load_questions
+from slipstream.measure.results import PARTS
 from slipstream.results import Figures, heading
 from slipstream.targets.prompts import encode
 

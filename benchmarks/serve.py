@@ -34,7 +34,7 @@ from slipstream.engine.generate import generate
 from slipstream.engine.session import Session
 from slipstream.engine.settings import Settings
 from slipstream.files import check_writable, write_json
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.results import heading
 from slipstream.serve.app import Limits, Server
 from slipstream.serve.engine import Engine, News, Task

@@ -31,9 +31,9 @@ from peers import PeersReport
 from policy import ENOUGH, PolicyReport
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, read_text, replacing
-from slipstream.measure.bench_report import BenchReport, DrafterResult
 from slipstream.measure.bootstrap import Paired, paired
 from slipstream.measure.papers.reproduce_report import ReproduceReport, Table
+from slipstream.measure.results import BenchReport, DrafterResult
 from slipstream.results import Report
 from throughput import ThroughputReport, arms_of
 

@@ -20,8 +20,9 @@ from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.replay import predict
 from slipstream.files import check_writable
-from slipstream.measure.cost import PARTS, Rounds
-from slipstream.measure.questions import Asking
+from slipstream.measure.cost import Rounds
+from slipstream.measure.datasets import Asking
+from slipstream.measure.results import PARTS
 from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget

@@ -9,10 +9,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from slipstream.measure.papers.evidence import Cell
 
 import answers
 import budget
 import common
+import confidence
 import crowd
 import gpu
 import grammars
@@ -37,12 +39,10 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.kernels import ops as kernels
 from slipstream.machine import hardware
-from slipstream.measure.bench_report import BenchReport
-from slipstream.measure.confidence import calibrate
+from slipstream.measure.datasets import Question
 from slipstream.measure.papers import reproduce, reproduce_report as reproduced
-from slipstream.measure.papers.measurements import Cell
-from slipstream.measure.questions import Question
-from slipstream.measure.runner import Contest
+from slipstream.measure.results import BenchReport
+from slipstream.measure.runner import Runner
 from slipstream.targets import HFTarget, load_target
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def test_the_history_of_a_run_leaves_its_data_files_out(tmp_path):
 
 
 def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):
-    report = calibrate(target, {"eagle": tiny.eagle(target)}, ASKED, **SMALL)
+    report = confidence.calibrate(target, {"eagle": tiny.eagle(target)}, ASKED, **SMALL)
     found = report.drafters["eagle"]
     assert sum(part.tokens for part in found.bins) == found.tokens > 10
     assert all(part.top_1 <= part.top_3 <= part.top_5 <= part.top_7 for part in found.bins)
@@ -192,14 +192,14 @@ def test_a_random_target_needs_its_device():
 def test_whole_answers_of_every_arm(target, monkeypatch):
     """Tokens held against another group's, an arm's first call that counts, a size that nobody answers, one
     that fails and takes the others along, a result that lacks what was measured before."""
-    kept, ask = [], Contest.ask_all
+    kept, ask = [], Runner.ask_all
 
     def failing(contest, method, prompts):
         if (method, contest.batch, len(kept) > 9) == ("suffix", 2, True):
             raise RuntimeError("out of memory")
         return ask(contest, method, prompts)
 
-    monkeypatch.setattr(Contest, "ask_all", failing)
+    monkeypatch.setattr(Runner, "ask_all", failing)
     monkeypatch.setattr(answers, "find_spec", lambda name: "here")
     monkeypatch.setattr(answers, "started", Recorded)
     report = answers.race(target, ASKED, texts=(1, 2), max_new_tokens=6, keep=kept.append)

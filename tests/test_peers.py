@@ -20,7 +20,7 @@ import throughput
 import tiny
 from slipstream import HFTarget, generate, load_drafter, load_target
 from slipstream.engine.memory import GIB, memory
-from slipstream.measure.questions import Question
+from slipstream.measure.datasets import Question
 from slipstream.results import heading
 
 ROOT = Path(__file__).parents[1]

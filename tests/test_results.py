@@ -14,10 +14,8 @@ from slipstream import machine
 from slipstream.engine.generate import Generation
 from slipstream.engine.session import Seconds
 from slipstream.interop.parity import ParityReport
-from slipstream.measure.bench_report import BenchReport
-from slipstream.measure.certify import Certificate
-from slipstream.measure.cost import CostReport, cost_curve
-from slipstream.measure.tune_report import TuneReport
+from slipstream.measure.cost import cost_curve
+from slipstream.measure.results import BenchReport, Certificate, CostReport, TuneReport
 from slipstream.training.synthesize import Answers
 
 STORED = Path(__file__).parent.parent / "benchmarks" / "results"

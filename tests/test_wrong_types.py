@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 
 import slipstream
-from slipstream.measure.questions import Question
+from slipstream.measure.datasets import Question
 
 QUESTION = Question("f", "1", "chat", ("a b c a b",))
 

@@ -33,16 +33,19 @@ if TYPE_CHECKING:
         export as export,
         import_checkpoint as import_checkpoint,
     )
-    from slipstream.measure.bench import bench as bench
-    from slipstream.measure.bench_report import BenchReport as BenchReport
-    from slipstream.measure.certify import Certificate as Certificate, certify as certify
+    from slipstream.measure.bench import bench as bench, sweep as sweep
+    from slipstream.measure.certify import certify as certify
+    from slipstream.measure.datasets import Question as Question
     from slipstream.measure.doctor.doctor import DoctorReport as DoctorReport, doctor as doctor
     from slipstream.measure.papers.reproduce import reproduce as reproduce
     from slipstream.measure.papers.reproduce_report import ReproduceReport as ReproduceReport
-    from slipstream.measure.questions import Question as Question
-    from slipstream.measure.sweep import Sweep as Sweep, sweep as sweep
+    from slipstream.measure.results import (
+        BenchReport as BenchReport,
+        Certificate as Certificate,
+        Sweep as Sweep,
+        TuneReport as TuneReport,
+    )
     from slipstream.measure.tune import tune as tune
-    from slipstream.measure.tune_report import TuneReport as TuneReport
     from slipstream.methods import METHODS as METHODS, Method as Method, register as register
     from slipstream.spec import Spec as Spec
     from slipstream.targets.hf import HFTarget as HFTarget

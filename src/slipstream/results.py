@@ -4,7 +4,7 @@ import io
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from slipstream import provenance as command
+from slipstream import provenance
 from slipstream.core.target import Target
 from slipstream.files import first_line, parsed, read_text, write_json
 from slipstream.machine import SCHEMA, hardware, versions
@@ -62,10 +62,9 @@ class Result(Part, ABC):
         """The table."""
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), color_system=None)
-        console.print(self, soft_wrap=True)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue().rstrip("\n")
+        text = io.StringIO()
+        Console(file=text, color_system=None).print(self, soft_wrap=True)
+        return text.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
         """The table, as a notebook shows it: without scripts, and every text escaped."""
@@ -134,28 +133,25 @@ class Report(Result):
         """The target as it was run, for people."""
         return f"{self.target}, {self.dtype}{', compiled' * self.compiled}"
 
-    def stopped_by(self: Q, reason: str, **fields: Any) -> Q:
-        """The same report, of a run that was not finished. `fields`: what else changes."""
-        return self.model_copy(update={"stopped": reason, **fields})
+    def stopped_by(self: Q, reason: str | None, **fields: Any) -> Q:
+        """The same report, of a run that was not finished (None: it was). `fields`: what else changes."""
+        return self if reason is None else self.model_copy(update={"stopped": reason, **fields})
 
     def ended_by(self: Q, error: BaseException) -> Q:
         """The same report, of a run that an error ended."""
-        if isinstance(error, KeyboardInterrupt):  # the text of `Interrupted` is of one answer
-            return self.stopped_by(type(error).__name__)
-        return self.stopped_by(first_line(error))
+        return self.stopped_by(reason_of(error))
 
 
 def flat(part: Part | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The figures of a part, those of parts within it under names with dots. Lists of parts, and parts by
     name, such as the questions of a run, are left out."""
-    fields, found = part.model_dump() if isinstance(part, Part) else part, dict[str, Any]()
-    for name, value in fields.items():
-        within = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
-        if within is None:
-            found[prefix + name] = value
-        elif not any(isinstance(each, dict) for each in within):
-            found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+    figures: dict[str, Any] = {}
+    for name, value in (part.model_dump() if isinstance(part, Part) else part).items():
+        within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if any(isinstance(each, dict) for each in within):
+            continue
+        figures |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return figures
 
 
 def html(shown: Any) -> str:
@@ -165,14 +161,20 @@ def html(shown: Any) -> str:
     if isinstance(shown, Figures):
         return shown.html()
     if isinstance(shown, Text):
-        return f'<p style="white-space: pre-wrap; margin: 0.3em 0">{_marked(shown)}</p>'
+        return f'<p style="white-space: pre-wrap; margin: 0.3em 0">{_escaped(shown)}</p>'
     return html(shown.__rich__())
 
 
-def _marked(text: Any) -> str:
+def _escaped(text: Any) -> str:
     """A text of rich's, escaped; bold where it is."""
-    told = escape(str(text))
-    return f"<b>{told}</b>" if "bold" in str(getattr(text, "style", "")) else told
+    escaped = escape(str(text))
+    return f"<b>{escaped}</b>" if "bold" in str(getattr(text, "style", "")) else escaped
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a run was stopped, for `stopped`."""
+    interrupted = isinstance(error, KeyboardInterrupt)  # the text of `Interrupted` is of one answer
+    return type(error).__name__ if interrupted else first_line(error)
 
 
 def check_schema(number: Any) -> None:
@@ -183,7 +185,7 @@ def check_schema(number: Any) -> None:
 
 def made() -> dict[str, Any]:
     """The fields of a `Result` that is made now."""
-    return {"schema": SCHEMA, "command": command.current()}
+    return {"schema": SCHEMA, "command": provenance.current()}
 
 
 def heading(target: Target) -> dict[str, Any]:
@@ -211,19 +213,19 @@ class Figures(Table):
 
     def html(self) -> str:
         """The table as HTML."""
-        names = [column.header for column in self.columns]
-        rows = zip(*(column.cells for column in self.columns), strict=True)
-        align = [f"text-align: {column.justify}" for column in self.columns]
-        heads, *lines = (
-            "".join(
-                f'<{tag} style="{side}">{_marked(cell)}</{tag}>'
-                for cell, side in zip(row, align, strict=True)
+
+        def row(tag: str, cells: Iterable[Any]) -> str:
+            styled = zip(self.columns, cells, strict=True)
+            cells = (
+                f'<{tag} style="text-align: {each.justify}">{_escaped(cell)}</{tag}>' for each, cell in styled
             )
-            for tag, row in (("th", names), *(("td", row) for row in rows))
-        )
+            return f"<tr>{''.join(cells)}</tr>"
+
         title = f"<caption>{escape(self._title)}</caption>" if self._title else ""
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<table>{title}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        head = row("th", (column.header for column in self.columns))
+        rows = zip(*(column.cells for column in self.columns), strict=True)
+        body = "".join(row("td", cells) for cells in rows)
+        return f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self._title:

@@ -12,7 +12,7 @@ import pytest
 
 import tiny
 from slipstream.engine.session import Session
-from slipstream.measure.bench import Contest
+from slipstream.measure.bench import Runner
 
 COMMANDS = ("demo", "generate", "bench", "certify")
 
@@ -293,13 +293,13 @@ def test_sigterm_is_one_line_and_143(tiny_options, questions):
         file.writelines('{"turns": ["abc"]}\n' for _ in range(500))
     start = """if True:
         import sys, slipstream.cli as cli, slipstream.measure.bench as run
-        ask, asked = run.Contest.ask, []
+        ask, asked = run.Runner.ask, []
         def told(*args):
             asked.append(1)
             if len(asked) == 8:
                 print("eight", file=sys.stderr, flush=True)
             return ask(*args)
-        run.Contest.ask = told
+        run.Runner.ask = told
         cli.main()"""
     words = ["bench", *tiny_options, "--questions", questions]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -352,7 +352,7 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
 
 def test_what_nobody_foresaw_is_one_line_too(run, tiny_options, questions, tmp_path, monkeypatch):
     """After the figures of the turns before it; the traceback is in a file, to be reported."""
-    ask, asks = Contest.ask, []
+    ask, asks = Runner.ask, []
 
     def failing(self, method, *others):
         asks.append(method)
@@ -360,7 +360,7 @@ def test_what_nobody_foresaw_is_one_line_too(run, tiny_options, questions, tmp_p
             raise RuntimeError("no room for a tensor\nC++ stack")
         return ask(self, method, *others)
 
-    monkeypatch.setattr(Contest, "ask", failing)
+    monkeypatch.setattr(Runner, "ask", failing)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, out, err = run("bench", *tiny_options, "--questions", questions)
     assert (code, "vanilla" in out) == (1, True)

@@ -9,9 +9,9 @@ import torch
 from slipstream.engine import session
 from slipstream.engine.generate import LAWS
 from slipstream.measure import cost
-from slipstream.measure.certify import Certificate
 from slipstream.measure.doctor import machine_checks
 from slipstream.measure.doctor.diagnosis import Diagnosis
+from slipstream.measure.results import Certificate
 
 
 def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):

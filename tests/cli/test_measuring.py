@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.measure.bench_report import BenchReport
-from slipstream.measure.sweep import Sweep
+from slipstream.measure.results import BenchReport, Sweep
 
 
 @pytest.fixture

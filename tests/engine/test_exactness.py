@@ -21,7 +21,7 @@ from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.answer import Answer
 from slipstream.engine.generate import Job
-from slipstream.measure.baseline import hf_generate
+from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 
 SAMPLINGS = {

@@ -17,7 +17,7 @@ from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.generate import Generation, Interrupted, generate
 from slipstream.engine.session import Session
-from slipstream.measure.baseline import hf_generate
+from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 
 EVERY = {"vanilla": lambda target, texts: Vanilla(), **tiny.DRAFTERS}

@@ -19,9 +19,9 @@ from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.engine.generate import generate
 from slipstream.engine.settings import Settings
-from slipstream.measure.baseline import hf_answer, hf_generate
 from slipstream.measure.certify import certify
-from slipstream.measure.questions import Question
+from slipstream.measure.datasets import Question
+from slipstream.measure.runner import hf_answers, hf_generate
 from slipstream.targets import HFTarget
 
 PROMPTS = tiny.prompts(5, 9)
@@ -131,7 +131,7 @@ def test_a_special_token_can_be_a_stop_string(plain):
         model = deepcopy(target.model)
         model.generation_config = GenerationConfig(stop_strings=[word], min_new_tokens=new or None)
         special = HFTarget(model, tokenizer, "llama")
-        want = hf_answer(special, PROMPTS[0], NEW, 0.0)
+        [want] = hf_answers(special, PROMPTS[:1], NEW, 0.0)
         made = generate(special, PROMPTS[0], "ngram", max_new_tokens=NEW, eos_token_ids=())
         assert (made.tokens, made.finish) == (want, "stop")
         assert word not in made.text
@@ -141,7 +141,7 @@ def test_stop_strings_and_limits_of_the_target_hold(plain):
     said = configured().text.decode(plain[0])
     target = configured(stop_strings=[said[6:8]])
     made = generate(target, PROMPTS[0], max_new_tokens=NEW)
-    assert (made.tokens, made.finish) == (hf_answer(target, PROMPTS[0], NEW, 0.0), "stop")
+    assert (made.tokens, made.finish) == (hf_answers(target, PROMPTS[:1], NEW, 0.0)[0], "stop")
     assert made.text == said[: said.index(said[6:8])]
     assert generate(target, PROMPTS[0], max_new_tokens=NEW, stop=()).tokens == ended(
         plain[0]
@@ -235,13 +235,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields, says):
     for name, value in fields.items():
         setattr(target.model.generation_config, name, value)  # also what GenerationConfig itself refuses
     for ask in (
-        (generate, hf_answer) if "temperature" not in fields else (generate,)
+        (generate, hf_answers) if "temperature" not in fields else (generate,)
     ):  # the baseline is always given one
         with pytest.raises(ValueError, match="generation_config of llama") as error:
             ask(
                 target,
-                PROMPTS[0],
-                **{"max_new_tokens": 2} | ({"temperature": 1.0} if ask is hf_answer else {}),
+                PROMPTS[:1],
+                **{"max_new_tokens": 2} | ({"temperature": 1.0} if ask is hf_answers else {}),
             )
         assert says in str(error.value)
         assert "\n" not in str(error.value)

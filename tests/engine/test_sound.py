@@ -13,7 +13,7 @@ from slipstream.drafters import load_drafter
 from slipstream.engine.audit import audit
 from slipstream.engine.session import Session
 from slipstream.measure.certify import certify
-from slipstream.measure.questions import Question
+from slipstream.measure.datasets import Question
 from slipstream.targets import HFTarget
 
 PROMPT = tiny.prompts(9)[0]

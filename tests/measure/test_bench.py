@@ -1,4 +1,4 @@
-"""bench's arithmetic and its JSON."""
+"""bench's arithmetic and its JSON; several runs of it as a sweep."""
 
 import json
 import sys
@@ -15,12 +15,12 @@ from slipstream.drafters.auto import Auto
 from slipstream.engine.answer import Round
 from slipstream.engine.session import Seconds
 from slipstream.files import check_writable, write_json
-from slipstream.measure import baseline
-from slipstream.measure.bench import Contest, bench
-from slipstream.measure.bench_report import BenchReport, Difference, Expected
+from slipstream.measure import runner
+from slipstream.measure.bench import Runner, bench, sweep
 from slipstream.measure.certify import certify
-from slipstream.measure.metrics import Answered, Tally, expected
-from slipstream.measure.questions import Question
+from slipstream.measure.datasets import Question
+from slipstream.measure.metrics import Answered, Tally, expected, factors
+from slipstream.measure.results import BenchReport, Difference, Expected, Sweep
 from slipstream.measure.resume import marks
 from slipstream.measure.runner import drafters_of
 from slipstream.provenance import commanded, current, public
@@ -53,7 +53,7 @@ def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, 
         Question("a", "1", "one", ("Say hello.", "And again.")),
         Question("b", "1", "two", ("Count.",)),
     ]
-    asks, ask = [], Contest.ask
+    asks, ask = [], Runner.ask
 
     def interrupted(self, method, prompt, streamer=None):
         asks.append(method)
@@ -61,7 +61,7 @@ def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, 
             raise error
         return ask(self, method, prompt, streamer)
 
-    monkeypatch.setattr(Contest, "ask", interrupted)
+    monkeypatch.setattr(Runner, "ask", interrupted)
     stop, kept = 3 + 2 * 3 + 2, []  # after the warm-up and two turns, in the midst of the third
     with pytest.raises(type(error)):
         bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
@@ -91,6 +91,19 @@ def test_expected_speedup_is_the_papers_formula():
     found_nothing = tally([Round(0, 0, 1)], Seconds(draft=1.0))
     assert expected(found_nothing, plain).c == 0
     assert expected(plain, plain).speedup == 1
+
+
+def test_a_speed_up_is_the_product_of_its_factors():
+    """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
+    plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
+    drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
+    made = factors(drafted, plain)
+    assert made.tau == 3
+    assert made.rows == pytest.approx(0.6 / 0.7, abs=1e-4)
+    assert made.draft == pytest.approx(0.7 / 0.9, abs=1e-4)
+    assert made.host == pytest.approx(0.9 / 0.75, abs=1e-4)
+    assert made.prompt == pytest.approx((7 / 6 * 1.0 / 1.2) / (3 / 2 * 0.8 / 1.0), abs=1e-4)
+    assert made.predicted == pytest.approx(made.measured, abs=1e-3) == pytest.approx(7 / 1.2 / 3, abs=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +214,7 @@ def test_no_drafter_takes_the_name_of_what_it_is_held_against(target, name):
 
 def test_rounds_that_texts_share_are_counted_once(target):
     """A round's milliseconds were up to as many times too many as there were texts, which end apart."""
-    contest = Contest.of(target, {"e": tiny.eagle(target)}, 24, 0.0, 0, batch=2)
+    contest = Runner.of(target, {"e": tiny.eagle(target)}, 24, 0.0, 0, batch=2)
     answers = contest.ask_all("e", tiny.prompts(9, 5))
     alone = contest.ask_all("e", tiny.prompts(9))
     made = Tally(answer.counted for answer in (*answers, *alone))
@@ -241,7 +254,7 @@ LONG = [Question("f", str(i), "ab"[i % 2], turns) for i, turns in enumerate(TURN
 def test_a_run_goes_on_where_it_was_ended(target, monkeypatch):
     """Turns that were answered are not asked again, and the figures are those of one run."""
     how = {"max_new_tokens": 8, "temperature": 1.0}
-    kept, ask, asks = [], Contest.ask, []
+    kept, ask, asks = [], Runner.ask, []
 
     def ending(self, method, prompt, show=None):
         asks.append(method)
@@ -249,7 +262,7 @@ def test_a_run_goes_on_where_it_was_ended(target, monkeypatch):
             raise KeyboardInterrupt
         return ask(self, method, prompt, show)
 
-    monkeypatch.setattr(Contest, "ask", ending)
+    monkeypatch.setattr(Runner, "ask", ending)
     stop = 3 + 3 + 3 + 2  # the warm-up, the first question, and in the midst of the second
     with pytest.raises(KeyboardInterrupt):
         bench(target, "ngram", LONG, **how, keep=kept.append)
@@ -342,13 +355,13 @@ def test_greedy_text_is_held_to_plain_decoding_whatever_the_law(target, monkeypa
     how = {"questions": LONG[:1], "max_new_tokens": 8}
     assert bench(target, mine, **how).results[1].identical is True
     assert bench(target, mine, **how, temperature=1.0).results[1].identical is None
-    ask = Contest.ask
+    ask = Runner.ask
 
     def shortened(self, method, prompt, show=None):
         answer = ask(self, method, prompt, show)
         return replace(answer, tokens=answer.tokens[:-1]) if method == "mine" else answer
 
-    monkeypatch.setattr(Contest, "ask", shortened)
+    monkeypatch.setattr(Runner, "ask", shortened)
     cut = bench(target, mine, **how).results[1]
     assert (cut.identical, cut.unexplained) == (False, 1)
 
@@ -357,8 +370,8 @@ def test_a_token_of_an_answer_is_no_padding(target, monkeypatch):
     """Rows of Hugging Face's are filled with a token that ends none, which an answer up to the limit may end
     with: it counted a token less."""
     rows = torch.tensor([[5, 6, 1, 0, 0], [5, 6, 1, tiny.EOS, 0]])
-    monkeypatch.setattr(baseline, "hf_generate", lambda *_, **__: rows)
-    assert baseline.hf_answers(target, [[5, 6], [5, 6]], 3, 0.0) == [[1, 0, 0], [1, tiny.EOS]]
+    monkeypatch.setattr(runner, "hf_generate", lambda *_, **__: rows)
+    assert runner.hf_answers(target, [[5, 6], [5, 6]], 3, 0.0) == [[1, 0, 0], [1, tiny.EOS]]
 
 
 def test_memory_is_what_the_process_held(target):
@@ -369,7 +382,7 @@ def test_memory_is_what_the_process_held(target):
 
 def test_speeds_are_of_planted_times(target, monkeypatch):
     """Ratios upside down, or a prompt's pass that is not counted."""
-    ask, walls = Contest.ask, {"hf_generate": 4.0, "vanilla": 2.0, "ngram": 1.0}
+    ask, walls = Runner.ask, {"hf_generate": 4.0, "vanilla": 2.0, "ngram": 1.0}
 
     def planted(self, method, prompt, show=None):
         made = ask(self, method, prompt, show)
@@ -377,7 +390,7 @@ def test_speeds_are_of_planted_times(target, monkeypatch):
         assert method == "hf_generate" or made.seconds.prefill > 0
         return replace(made, wall=walls[method])
 
-    monkeypatch.setattr(Contest, "ask", planted)
+    monkeypatch.setattr(Runner, "ask", planted)
     asked = [Question("f", str(i), "c", ("a b",)) for i in range(3)]
     row = bench(target, "ngram", asked, max_new_tokens=6).results[1]
     assert (row.speedup.vanilla, row.speedup.hf_generate) == (2, 4)
@@ -396,3 +409,101 @@ def test_every_speed_has_an_interval(report):
     assert ngram.by_category["math"].intervals == {"vanilla": None, "hf_generate": None}
     assert f"[{low:.2f}, {high:.2f}]" in str(report)
     assert ngram.by_question["f:1"].category == "chat"
+
+
+ASKED = [Question("f", str(i), "c", (f"a b {i}",)) for i in range(3)]
+SWEPT = {"temperatures": [0.0, 1.0], "batches": [1, 2], "max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def first():
+    return HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "first")
+
+
+def test_what_ends_a_sweep_between_runs_loses_none(first):
+    """As Ctrl-C while the next target is loaded: without a file the first run's figures were gone."""
+    kept = []
+
+    def targets():
+        yield first
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(targets(), "ngram", ASKED, max_new_tokens=4, keep=kept.append)
+    assert [each.stopped for each in kept] == ["not finished"] * 3 + ["KeyboardInterrupt"]
+    assert [run.stopped for run in kept[-1].runs] == [None]
+
+
+def test_targets_of_one_name_are_told_apart_or_refused(first, monkeypatch):
+    """A compiled target beside itself, or a second model without a name, was taken for the first one's run,
+    which "cannot be gone on with". In a picture one line went through both."""
+    compiled = HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "first")
+    monkeypatch.setattr(compiled, "compiles", True)
+
+    def run(model, *given, **how):
+        return bench(first, *given, **how).model_copy(update={"compiled": model.compiles})
+
+    monkeypatch.setattr("slipstream.measure.bench.bench", run)
+    made = sweep([first, compiled], "ngram", ASKED, max_new_tokens=4)
+    assert [run.model for run in made.runs] == ["first, float64", "first, float64, compiled"]
+    assert "first, float64, compiled" in str(made)
+    other = HFTarget(deepcopy(tiny.reference("qwen2")), tiny.tokenizer(), "first")
+    kept = []
+    with pytest.raises(ValueError, match="two targets are called first: name each"):
+        sweep([first, other], "ngram", ASKED, max_new_tokens=4, keep=kept.append)
+    assert len(kept[-1].runs) == 1
+
+
+def test_each_pair_is_a_run_and_a_sweep_goes_on(first):
+    kept = []
+
+    def stop(found):
+        kept.append(found)
+        if len(found.runs) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep([first], "ngram", ASKED, **SWEPT, keep=stop)
+    begun = Sweep.from_json(kept[-1].to_json())
+    assert [run.stopped for run in begun.runs] == [None, None, "KeyboardInterrupt"]
+    other = HFTarget(deepcopy(tiny.reference("qwen2")), tiny.tokenizer(), "second")
+    made = sweep([first, other], "ngram", ASKED, **SWEPT, begun=begun)
+    places = [(run.target, run.temperature, run.batch) for run in made.runs]
+    assert places == [
+        (name, temperature, n) for name in ("first", "second") for temperature in (0, 1) for n in (1, 2)
+    ]
+    assert made.stopped is None
+    with pytest.raises(ValueError, match="drafters are others"):  # the file of the whole sweep stays as it is
+        sweep([first], "suffix", ASKED, **SWEPT, begun=made, keep=lambda found: pytest.fail("kept"))
+    with pytest.raises(ValueError, match="drafters are others"):  # of plain decoding alone
+        sweep([first], [], ASKED, **SWEPT, begun=made)
+    assert sweep([first, other], ["vanilla", "ngram"], ASKED, **SWEPT, begun=made).runs == made.runs
+    assert made.runs[:2] == begun.runs[:2]
+    assert all(row.identical for run in made.runs for row in run.results)
+    assert str(made).count("ngram") == 9  # a line of each run, and the verdict
+    assert Sweep.from_json(made.to_json()) == made
+
+
+def test_a_sweep_holds_runs_of_one_kind_and_says_which_did_not_end(first):
+    """Runs that are not asked now stayed in it, whatever they had been asked, and it was called whole."""
+    made = sweep([first], "ngram", ASKED, max_new_tokens=4)
+    for other in ({"seed": 5}, {"max_new_tokens": 6}, {"questions": ASKED[:2]}):
+        how = {"questions": ASKED, "max_new_tokens": 4, "temperatures": [1.0]} | other
+        with pytest.raises(ValueError, match="this sweep cannot be gone on with"):
+            sweep([first], "ngram", **how, begun=made)
+    elsewhere = made.model_copy(update={"runs": [made.runs[0].model_copy(update={"hardware": {}})]})
+    tuned = HFTarget(deepcopy(first.model), first.text.tokenizer, first.name)
+    with torch.no_grad():
+        tuned.model.model.norm.weight.mul_(1.5)
+    others = [Question(each.file, each.id, each.category, ("another",)) for each in ASKED]
+    for model, drafter, asked, begun, told in (
+        (first, "ngram", ASKED, elsewhere, "hardware are others"),
+        (first, "suffix", ASKED, made, "drafters are others"),
+        (first, "ngram", others, made, "texts was"),
+        (tuned, "ngram", ASKED, made, "two targets are called first"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            sweep([model], drafter, asked, max_new_tokens=4, temperatures=[1.0], begun=begun)
+    killed = made.model_copy(update={"runs": [made.runs[0].model_copy(update={"stopped": "killed"})]})
+    whole = sweep([first], "ngram", ASKED, max_new_tokens=4, temperatures=[1.0], begun=killed)
+    assert whole.stopped == "killed"

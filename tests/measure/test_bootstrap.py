@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from slipstream.measure.bootstrap import Asked, interval, paired, student
+from slipstream.measure.bootstrap import QuestionResult, interval, paired, student
 
 
 def result(*questions):
     """By file, millions of tokens, and seconds."""
     return {
-        f"{f}:{i}": Asked(file=f, new_tokens=round(1e6 * n), seconds=s)
+        f"{f}:{i}": QuestionResult(file=f, new_tokens=round(1e6 * n), seconds=s)
         for i, (f, n, s) in enumerate(questions)
     }
 

@@ -13,12 +13,12 @@ from slipstream.core import verify
 from slipstream.core.tree import PAD, chain
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.measure import runner as contest
-from slipstream.measure.bench import HF, Contest, bench
-from slipstream.measure.bench_report import BenchReport
-from slipstream.measure.certify import Certificate, certify
+from slipstream.measure import runner as running
+from slipstream.measure.bench import HF, Runner, bench
+from slipstream.measure.certify import certify
+from slipstream.measure.datasets import Question
 from slipstream.measure.demo import demo
-from slipstream.measure.questions import Question
+from slipstream.measure.results import BenchReport, Certificate
 from slipstream.targets import HFTarget
 
 QUESTION = Question("f", "1", "chat", ("a b c a b",))
@@ -57,10 +57,10 @@ def rounding(monkeypatch):
 
 @pytest.fixture
 def plain(target):
-    """A contest on the target, its question's prompt and plain decoding's answer."""
-    contest = Contest.of(target, {}, 16, 0.0, 0)
+    """A runner on the target, its question's prompt and plain decoding's answer."""
+    runner = Runner.of(target, {}, 16, 0.0, 0)
     prompt = tiny.tokenizer()(QUESTION.turns[0])["input_ids"]
-    return contest, prompt, contest.ask("vanilla", prompt)
+    return runner, prompt, runner.ask("vanilla", prompt)
 
 
 def ended_with_a_near_tie(target, prompt, tokens):
@@ -79,9 +79,9 @@ def ended_with_a_near_tie(target, prompt, tokens):
 def test_a_near_tie_is_explained_unless_bits_are_promised(target, plain, exactness, method, unexplained):
     """A drafter's wrong token passed for rounding where nothing rounds, or Hugging Face's rounding for an
     error."""
-    contest, prompt, answer = plain
+    runner, prompt, answer = plain
     turned = replace(answer, tokens=ended_with_a_near_tie(target, prompt, answer.tokens))
-    audited = replace(contest, exactness=exactness).audited(method, turned, answer, QUESTION, prompt)
+    audited = replace(runner, exactness=exactness).audited(method, turned, answer, QUESTION, prompt)
     (difference,) = audited.differences
     assert 0 <= difference.margin < target.margin
     assert (audited.identical, audited.unexplained) == (False, unexplained)
@@ -91,19 +91,19 @@ def test_a_near_tie_is_explained_unless_bits_are_promised(target, plain, exactne
 @pytest.mark.parametrize("method", ["mine", HF])
 def test_an_answer_that_ends_elsewhere_is_never_explained(plain, exactness, method):
     """Each of its tokens is plain decoding's, so an audit of the tokens alone certified it."""
-    contest, prompt, answer = plain
+    runner, prompt, answer = plain
     short = replace(answer, tokens=answer.tokens[:5])
-    audited = replace(contest, exactness=exactness).audited(method, short, answer, QUESTION, prompt)
+    audited = replace(runner, exactness=exactness).audited(method, short, answer, QUESTION, prompt)
     assert audited.unexplained == 1
     assert [(each.position, each.token) for each in audited.differences] == [(5, PAD)]
 
 
 def test_plain_decoding_that_does_not_repeat_itself_breaks_the_promise(target, plain):
     """The audit decodes plainly once more, and agrees with what was not plain decoding's at first."""
-    contest, prompt, answer = plain
+    runner, prompt, answer = plain
     first = replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % target.vocab])
     strict, lenient = (
-        replace(contest, exactness=exactness).audited("mine", answer, first, QUESTION, prompt)
+        replace(runner, exactness=exactness).audited("mine", answer, first, QUESTION, prompt)
         for exactness in ("bits", "audited")
     )
     assert (strict.unexplained, lenient.unexplained) == (1, 0)
@@ -120,7 +120,7 @@ def test_a_target_whose_trees_round_otherwise(target, exactness, allowed):
     assert (certificate.exactness, certificate.certified) == (exactness, allowed)
     assert ("NOT certified" in str(certificate)) is not allowed
     prompt = tiny.tokenizer()(QUESTION.turns[0])["input_ids"]
-    text = prompt + Contest.of(target, {}, 24, 0.0, 0).ask("vanilla", prompt).tokens
+    text = prompt + Runner.of(target, {}, 24, 0.0, 0).ask("vanilla", prompt).tokens
     report = bench(target, {"oracle": TreeOracle([text], target.vocab)}, [QUESTION], max_new_tokens=24)
     row = report.results[1]
     assert row.identical is False
@@ -136,10 +136,10 @@ def test_a_target_whose_trees_round_otherwise(target, exactness, allowed):
 def test_the_demo_calls_it_rounding_only_where_rows_round(target, exactness, says):
     """A wrong token that the screen excuses."""
     prompt = tiny.tokenizer()(QUESTION.turns[0])["input_ids"]
-    contest = Contest.of(promising(target, exactness), {}, 24, 0.0, 0)
-    oracle = TreeOracle([prompt + contest.ask("vanilla", prompt).tokens], target.vocab)
+    runner = Runner.of(promising(target, exactness), {}, 24, 0.0, 0)
+    oracle = TreeOracle([prompt + runner.ask("vanilla", prompt).tokens], target.vocab)
     console = Console(file=io.StringIO(), width=200)
-    demo(replace(contest, drafters={**contest.drafters, "oracle": oracle}), "oracle", [QUESTION], console)
+    demo(replace(runner, drafters={**runner.drafters, "oracle": oracle}), "oracle", [QUESTION], console)
     assert says in console.file.getvalue()
 
 
@@ -219,15 +219,15 @@ def test_what_is_certified_is_what_answers_at_that_temperature(monkeypatch):
         asked.append(temperature > 0)
         return tiny.eagle(of, "chain-3", "noise" if temperature else "top-k")
 
-    monkeypatch.setattr(contest, "load_drafter", load)
-    ask = Contest.ask
+    monkeypatch.setattr(running, "load_drafter", load)
+    ask = Runner.ask
 
     def watched(self, method, prompt, show=None):
         if method == "mine":
             assert self.drafters[method].uses_target_noise == (self.temperature > 0)
         return ask(self, method, prompt, show)
 
-    monkeypatch.setattr(Contest, "ask", watched)
+    monkeypatch.setattr(Runner, "ask", watched)
     made = certify(target, "mine", [QUESTION], temperatures=[0.0, 0.7, 1.0], max_new_tokens=8, draws=2)
     assert made.certified
     assert sorted(asked) == [False, True]

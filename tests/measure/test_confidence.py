@@ -3,9 +3,10 @@
 import pytest
 
 import tiny
+from confidence import calibrate
 from slipstream.engine.replay import record
-from slipstream.measure.confidence import BINS, by_question, calibrate
-from slipstream.measure.questions import Question
+from slipstream.measure.confidence import BINS, by_question
+from slipstream.measure.datasets import Question
 from slipstream.measure.runner import first_prompts
 
 ASKED = [Question("f", str(i), "c", (f"abc {i}",)) for i in range(3)]

@@ -16,7 +16,7 @@ from slipstream.engine.answer import mean_accepted_length
 from slipstream.engine.audit import audit
 from slipstream.engine.replay import predict, record
 from slipstream.measure.certify import certify
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.targets.prompts import encode
 
 
@@ -82,7 +82,7 @@ def test_the_readmes_lines_run(capsys):
 LONG = """
 from pathlib import Path
 from slipstream import generate, load_target
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.targets.prompts import encode
 target = load_target("smollm2", "auto")
 ids = encode(target, " ".join(question.turns[0] for question in load_questions()))

@@ -28,7 +28,7 @@ from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.engine.generate import generate
 from slipstream.engine.session import Session
-from slipstream.measure.baseline import hf_generate
+from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 from slipstream.targets.attention_patch import OURS
 from slipstream.targets.prompts import encode

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 
 import tiny
 from slipstream import generate
-from slipstream.measure.baseline import hf_generate
+from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 
 PROMPT = tiny.prompts(9)[0]

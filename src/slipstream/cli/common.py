@@ -16,13 +16,13 @@ from typer.core import TyperCommand
 from slipstream.catalog import find_target
 from slipstream.directories import check_drafter
 from slipstream.files import STANDARD, check_file, several
-from slipstream.measure.questions import is_set
+from slipstream.measure.datasets import is_set
 from slipstream.methods import Method, load_plugin, named
 from slipstream.progress import bars
 from slipstream.spec import Spec
 
 if TYPE_CHECKING:
-    from slipstream.measure.sweep import Sweep
+    from slipstream.measure.results import Sweep
     from slipstream.results import Report, Result
     from slipstream.targets import HFTarget
 

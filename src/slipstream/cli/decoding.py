@@ -37,7 +37,7 @@ from slipstream.cli.common import (
     progress_bar,
 )
 from slipstream.files import check_writable, evenly, read_results
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.methods import named
 from slipstream.plotting import check_picture
 from slipstream.provenance import suggested
@@ -68,12 +68,12 @@ def demo(
     inputs(target, [drafter], questions)
     asked = load_questions(questions, limit)
     from slipstream.measure.demo import demo as run
-    from slipstream.measure.runner import Contest
+    from slipstream.measure.runner import Runner
 
-    contest = Contest.of(
+    runner = Runner.of(
         load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
     )
-    run(contest, drafter, asked, out)
+    run(runner, drafter, asked, out)
     words = 'generate "What is gravity?"'
     words += f" --drafter {shlex.quote(drafter)}" if drafter != "auto" else ""
     out.print(f"\nnext: {suggested(words)}", soft_wrap=True)
@@ -130,8 +130,8 @@ def tune(
     from slipstream.drafters import tuned_home
     from slipstream.drafters.auto import tuned_head
     from slipstream.drafters.store import tuned_file
+    from slipstream.measure.results import TuneReport
     from slipstream.measure.tune import tune as run
-    from slipstream.measure.tune_report import TuneReport
 
     loaded = load(target, dtype, device, compile, quantize)
     if measure:

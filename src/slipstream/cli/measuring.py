@@ -38,14 +38,14 @@ from slipstream.cli.common import (
     with_model,
 )
 from slipstream.files import check_writable
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.plotting import check_picture
 
 SEVERAL = "0 is greedy; repeatable"
 PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
 BATCHES = "questions that are asked at once; repeatable"
-BENCH, SWEEP = "slipstream.measure.bench_report:BenchReport", "slipstream.measure.sweep:Sweep"  # results
-CERTIFICATE = "slipstream.measure.certify:Certificate"
+BENCH, SWEEP = "slipstream.measure.results:BenchReport", "slipstream.measure.results:Sweep"  # results
+CERTIFICATE = "slipstream.measure.results:Certificate"
 REPRODUCED = "slipstream.measure.papers.reproduce_report:ReproduceReport"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
@@ -86,9 +86,9 @@ def bench(
     asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
     several = len(target) * len(temperatures) * len(batch) > 1
     begun: Any = unfinished(resume, json_path, *([] if several else [BENCH]), SWEEP)
-    from slipstream.measure.bench import bench as run, steps
+    from slipstream.measure.bench import bench as run, steps, sweep
     from slipstream.measure.report.pictures import draw_run, draw_sweep
-    from slipstream.measure.sweep import Sweep, sweep
+    from slipstream.measure.results import Sweep
 
     several |= isinstance(begun, Sweep)  # to which one run is added
     each = sum(steps(asked, others, texts) for texts in batch) * len(temperatures)

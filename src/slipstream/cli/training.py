@@ -36,7 +36,7 @@ from slipstream.cli.common import (
 )
 from slipstream.directories import RUN, check_claim, checkpoint_file
 from slipstream.files import HANDED, check_interpreter, check_writable, name_of, written_to
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.methods import METHODS, TABLE
 from slipstream.provenance import suggested
 

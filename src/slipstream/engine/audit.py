@@ -3,7 +3,7 @@
 Where a target's `exactness` is "bits", every difference is an error. Elsewhere passes over a tree and over
 one row round differently: a token whose score is within the precision's margin of the best is a tie, and any
 other difference an error. The same holds of Hugging Face's `generate`, on every target. The audit says what
-differs and by how much; `measure.contest.Contest.audited` judges it.
+differs and by how much; `measure.runner.Runner.audited` judges it.
 """
 
 import math

@@ -1,31 +1,35 @@
-"""bench: drafters beside both baselines, in alternation, on the same prompts."""
+"""bench: drafters beside both baselines, in alternation, on the same prompts; sweep: several such runs."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from os import PathLike
 from typing import Any
 
+from slipstream.core.sampling import Sampling
 from slipstream.drafters.proposer import Proposer
 from slipstream.engine.session import Seconds
-from slipstream.files import check_counts, note
-from slipstream.measure.bench_report import (
+from slipstream.files import check_counts, check_given, note, several
+from slipstream.machine import hardware, versions
+from slipstream.measure.bootstrap import QuestionResult, paired, together
+from slipstream.measure.datasets import Question, Questions, batches, load_questions
+from slipstream.measure.metrics import TINY, Tally, expected, factors
+from slipstream.measure.results import (
+    BASELINES,
+    HF,
     BenchReport,
-    Counted,
+    BenchSettings,
     DrafterResult,
     HFResult,
-    Settings,
     Speed,
     Speedup,
+    Sweep,
     Turn,
 )
-from slipstream.measure.bootstrap import Asked, paired, together
-from slipstream.measure.metrics import TINY, Answered, Tally, expected, ledger
-from slipstream.measure.questions import Question, Questions, batches, load_questions
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
-from slipstream.measure.runner import BASELINES, HF, Contest, Drafters, first_prompts, prompt_of
+from slipstream.measure.resume import UNFINISHED, check_goes_on, check_same, fingerprint, marks, reported
+from slipstream.measure.runner import Drafters, Runner, first_prompts, prompt_of
 from slipstream.provenance import public
-from slipstream.results import heading
+from slipstream.results import heading, made
+from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
 
@@ -76,243 +80,275 @@ def bench(
     check_counts(batch=batch)
     asked = load_questions(questions, limit)
     target = loaded(target)
-    contest = Contest.of(target, drafters, max_new_tokens, temperature, seed, batch)
-    run = _Run(contest, batches(asked, batch), settings_of(contest, asked))
+    run = _Bench(Runner.of(target, drafters, max_new_tokens, temperature, seed, batch), asked)
     if begun is not None:
         run.go_on(begun, progress)
         if begun.stopped is None:
             return begun
     progress("warming up")
-    contest.warm_up(first_prompts(target, asked, max_new_tokens)[0])
-    return run.through(progress, keep)
+    run.runner.warm_up(first_prompts(target, asked, max_new_tokens)[0])
+    with reported(keep, lambda reason: run.report(reason) if run.turns else None):
+        answered = {turn.group for turn in run.turns}
+        for number in sorted({*range(len(run.groups))} - answered):
+            run.ask(number, progress)
+            keep(run.report(UNFINISHED))
+    return run.report()
 
 
 def steps(questions: Sequence[Question], drafters: int, batch: int = 1) -> int:
     """How often `bench` calls `progress`; `drafters`: beside plain decoding."""
-    turns = sum(max(len(question.turns) for question in group) for group in batches(questions, batch))
-    return 1 + turns * (2 + drafters)
+    return 1 + sum(map(_longest, batches(questions, batch))) * (2 + drafters)
 
 
-def settings_of(contest: Contest, asked: Sequence[Question]) -> Settings:
-    """What a call of `bench` asks."""
-    return Settings(
-        drafters=[*contest.drafters],
-        questions=[question.name for question in asked],
-        temperature=contest.temperature,
-        batch=contest.batch,
-        weights=contest.target.stamp,
-        texts=fingerprint([question.turns for question in asked]),
-        fingerprint=fingerprint([marks(drafter) for drafter in contest.drafters.values()]),
-    )
+def _longest(group: Sequence[Question]) -> int:
+    """The most turns of a question."""
+    return max(len(question.turns) for question in group)
 
 
-@dataclass
-class _Run:
+class _Bench:
     """A run under way: questions in groups that are asked at once, and the turns answered so far."""
 
-    contest: Contest
-    groups: list[list[Question]]
-    settings: Settings
-    turns: list[Turn] = field(default_factory=list)
-    done: int = 0  # groups
+    def __init__(self, runner: Runner, asked: Sequence[Question]) -> None:
+        self.runner, self.groups = runner, batches(asked, runner.batch)
+        self.questions = {question.name: question for question in asked}
+        self.turns = list[Turn]()
+        self.settings = BenchSettings(
+            drafters=[*runner.drafters],
+            questions=[*self.questions],
+            temperature=runner.temperature,
+            batch=runner.batch,
+            weights=runner.target.stamp,
+            texts=fingerprint([question.turns for question in asked]),
+            fingerprint=fingerprint([marks(drafter) for drafter in runner.drafters.values()]),
+        )
+        self.fields = {
+            **heading(runner.target),
+            "exactness": runner.exactness,
+            "margin": runner.target.margin,
+            **runner.settings,
+            "batch": runner.batch,
+        }
 
     def go_on(self, begun: BenchReport, progress: Callable[[str], None]) -> None:
         """Take over the whole groups of an earlier run. Raises ValueError where it was another run."""
-        check_goes_on("run", begun, _heading(self.contest), self.settings)
-        forgetful = [name for name, drafter in self.contest.drafters.items() if drafter.remembers]
+        check_goes_on("run", begun, self.fields, self.settings)
+        forgetful = [name for name, drafter in self.runner.drafters.items() if drafter.remembers]
         if begun.stopped is not None and forgetful:
             note(f"the run begins anew: its file does not hold the answers that {forgetful[0]} remembers")
             return
         for number, group in enumerate(self.groups):
-            found = [turn for turn in begun.turns if turn.group == number]
-            if len(found) < sum(len(question.turns) for question in group):
+            turns = [turn for turn in begun.turns if turn.group == number]
+            if len(turns) < sum(len(question.turns) for question in group):
                 break
-            self.turns += found
-            self.done = number + 1
-            for _ in range(max(len(question.turns) for question in group) * len(self.contest.methods)):
+            self.turns += turns
+            for _ in range(_longest(group) * len(self.runner.methods)):
                 progress("known from the unfinished run")
 
-    def through(self, progress: Callable[[str], None], keep: Callable[[BenchReport], None]) -> BenchReport:
-        """Ask what is left, group by group."""
-        try:
-            for number, group in enumerate(self.groups[self.done :], self.done):
-                self._ask(number, group, progress)
-                keep(self.report(UNFINISHED))
-        except BaseException as error:
-            if self.turns:
-                keep(self.report(UNFINISHED).ended_by(error))
-            raise
-        return self.report(None)
-
-    def _ask(self, number: int, group: list[Question], progress: Callable[[str], None]) -> None:
+    def ask(self, number: int, progress: Callable[[str], None]) -> None:
         """Ask all methods every turn of a group. A turn counts once all of them have answered it."""
-        contest, text = self.contest, self.contest.target.text
+        runner, methods, text = self.runner, self.runner.methods, self.runner.target.text
+        group = self.groups[number]
         assert text is not None  # the first prompts were text
-        talks: dict[str, list[dict[str, str]]] = {question.name: [] for question in group}
-        for turn in range(max(len(question.turns) for question in group)):
+        chats: dict[str, list[dict[str, str]]] = {question.name: [] for question in group}
+        # Each method is first equally often, in first turns and in later ones, with questions of every file.
+        earlier = sum(other[0].file == group[0].file for other in self.groups[:number])
+        for turn in range(_longest(group)):
             asked = [question for question in group if turn < len(question.turns)]
             prompts = []
             for question in asked:
-                talks[question.name].append({"role": "user", "content": question.turns[turn]})
-                told = talks[question.name] if text.has_chat else question.turns[turn]
-                prompts.append(prompt_of(contest.target, question, turn, told, contest.max_new_tokens))
-            for place, given in enumerate(self._answers(number, asked, prompts, turn, progress)):
-                question = asked[place]
-                counted = {name: answer.counted for name, answer in given.items()}
+                content, chat = question.turns[turn], chats[question.name]
+                chat.append({"role": "user", "content": content})
+                request = chat if text.has_chat else content
+                prompts.append(prompt_of(runner.target, question, turn, request, runner.max_new_tokens))
+            first, answers = (earlier + turn) % len(methods), {}
+            for name in methods[first:] + methods[:first]:
+                progress(f"{asked[0].name} {name}")
+                answers[name] = runner.ask_all(name, prompts)
+            for i, question in enumerate(asked):
+                plain, counted = answers["vanilla"][i], {}
+                for name in methods:
+                    answer = answers[name][i]
+                    if name != HF and runner.keeps_text(name):
+                        answer = runner.audited(name, answer, plain, question, prompts[i], turn)
+                    counted[name] = answer.counted
                 self.turns.append(Turn(question=question.name, turn=turn, group=number, given=counted))
-                said = text.decode(given["vanilla"].tokens)
-                talks[question.name].append({"role": "assistant", "content": said})
+                chats[question.name].append({"role": "assistant", "content": text.decode(plain.tokens)})
 
-    def _answers(
-        self,
-        number: int,
-        asked: list[Question],
-        prompts: list[list[int]],
-        turn: int,
-        progress: Callable[[str], None],
-    ) -> list[dict[str, Answered]]:
-        """Each question's answers, by method."""
-        contest, methods = self.contest, self.contest.methods
-        # Each is first as often, in first turns and in later ones, with the questions of every file.
-        earlier = sum(group[0].file == asked[0].file for group in self.groups[:number])
-        first = (earlier + turn) % len(methods)
-        given: dict[str, list[Answered]] = {}
-        for name in methods[first:] + methods[:first]:
-            progress(f"{asked[0].name} {name}")
-            given[name] = contest.ask_all(name, prompts)
-        answers = []
-        for place, (question, prompt) in enumerate(zip(asked, prompts, strict=True)):
-            own = {name: given[name][place] for name in methods}
-            for name in contest.drafters:
-                if contest.keeps_text(name):
-                    plain = own["vanilla"]
-                    own[name] = contest.audited(name, own[name], plain, question, prompt, turn)
-            answers.append(own)
-        return answers
-
-    def report(self, stopped: str | None) -> BenchReport:
-        made = _report(self.contest, self.settings, self.turns, self.groups)
-        return made if stopped is None else made.stopped_by(stopped, turns=[*self.turns])
+    def report(self, stopped: str | None = None) -> BenchReport:
+        figures = _Figures(self.runner, self.questions, self.turns)
+        report = BenchReport(
+            **self.fields,
+            prompts=[*figures.by_question[HF]],
+            settings=self.settings,
+            hf_generate=figures.of_hf(),
+            results=[figures.of(name) for name in self.runner.drafters],
+        )
+        return report.stopped_by(stopped, turns=[*self.turns])
 
 
-Turns = list[tuple[Question, int, Counted]]  # of one method, with the number of the group
+class _Figures:
+    """Figures of turns that all methods answered."""
 
+    def __init__(self, runner: Runner, questions: Mapping[str, Question], turns: list[Turn]) -> None:
+        self.runner, self.questions, self.turns = runner, questions, turns
+        self.by_question = {method: self._by_question(method) for method in runner.methods}
 
-def _heading(contest: Contest) -> dict[str, Any]:
-    return {
-        **heading(contest.target),
-        "exactness": contest.exactness,
-        "margin": contest.target.margin,
-        **contest.settings,
-        "batch": contest.batch,
-    }
+    def of_hf(self) -> HFResult:
+        tally = _tally(self.turns, HF)
+        return HFResult(
+            tokens_per_second=round(tally.tokens_per_second, 2),
+            new_tokens=tally.new_tokens,
+            memory_mib=tally.memory_mib,
+            by_question=self.by_question[HF],
+        )
 
+    def of(self, name: str) -> DrafterResult:
+        tally, plain = _tally(self.turns, name), _tally(self.turns, "vanilla")
+        drafter, ours = self.runner.drafters[name], self.by_question[name]
+        exact, decoding = self.runner.keeps_text(name), tally.seconds.total - tally.seconds.prefill
+        return DrafterResult(
+            drafter=name,
+            **dict(self._speed(name, self.turns)),
+            tree=drafter.tree_spec.name if isinstance(drafter, Proposer) else None,
+            rows=drafter.rows,
+            target_passes=len(tally.rounds),
+            shared_rounds=None if tally.shared is None else round(tally.shared, 2),
+            acceptance_by_depth=tally.acceptance(conditional=False),
+            acceptance_by_depth_conditional=tally.acceptance(conditional=True),
+            law=drafter.law,
+            identical=all(answer.identical for answer in tally.answers) if exact else None,
+            unexplained=tally.unexplained,
+            divergences=tally.differences,
+            seconds=Seconds(**{part: round(seconds, 3) for part, seconds in vars(tally.seconds).items()}),
+            host_share=round(tally.seconds.host / decoding, 4) if decoding else 0.0,
+            memory_mib=tally.memory_mib,
+            expected=expected(tally, plain),
+            ledger=factors(tally, plain),
+            by_category={key: self._speed(name, turns) for key, turns in self._grouped("category").items()},
+            by_file={key: self._speed(name, turns) for key, turns in self._grouped("file").items()},
+            by_question=ours,
+            of_files={base: paired(ours, self.by_question[base]) for base in BASELINES},
+        )
 
-def _report(
-    contest: Contest, settings: Settings, turns: Sequence[Turn], groups: Sequence[list[Question]]
-) -> BenchReport:
-    questions = {question.name: question for group in groups for question in group}
-    answers = {
-        method: [(questions[turn.question], turn.group, turn.given[method]) for turn in turns]
-        for method in contest.methods
-    }
-    hf = _all(answers[HF])
-    asked = {name: _by_question(turns, contest.batch) for name, turns in answers.items()}
-    return BenchReport(
-        **_heading(contest),
-        prompts=list(asked[HF]),
-        settings=settings,
-        hf_generate=HFResult(
-            tokens_per_second=round(hf.tokens_per_second, 2),
-            new_tokens=hf.new_tokens,
-            memory_mib=hf.memory_mib,
-            by_question=asked[HF],
-        ),
-        results=[_result(contest, name, answers, asked) for name in contest.drafters],
-    )
+    def _grouped(self, part: str) -> dict[str, list[Turn]]:
+        """The turns by an attribute of their questions."""
+        groups: dict[str, list[Turn]] = {}
+        for turn in self.turns:
+            groups.setdefault(getattr(self.questions[turn.question], part), []).append(turn)
+        return groups
 
+    def _by_question(self, method: str) -> dict[str, QuestionResult]:
+        results = {}
+        for name, turns in self._grouped("name").items():
+            question, tally = self.questions[name], _tally(turns, method)
+            fields: dict[str, Any] = {"new_tokens": tally.new_tokens, "seconds": round(tally.wall, 4)}
+            if question.category != question.file:
+                fields["category"] = question.category
+            if self.runner.batch > 1:
+                fields["group"] = turns[0].group
+            results[name] = QuestionResult(file=question.file, **fields)
+        return results
 
-def _result(
-    contest: Contest, name: str, answers: dict[str, Turns], asked: dict[str, dict[str, Asked]]
-) -> DrafterResult:
-    drafter, methods = contest.drafters[name], [answers[method] for method in (name, *BASELINES)]
-    tally, plain = _all(methods[0]), _all(methods[1])
-    figures = _Speeds(methods, [asked[method] for method in (name, *BASELINES)])
-    decoding = tally.seconds.total - tally.seconds.prefill
-    return DrafterResult(
-        drafter=name,
-        **dict(figures.of(lambda _: True)),
-        tree=drafter.tree_spec.name if isinstance(drafter, Proposer) else None,
-        rows=drafter.rows,
-        target_passes=len(tally.rounds),
-        shared_rounds=None if tally.shared is None else round(tally.shared, 2),
-        acceptance_by_depth=tally.acceptance(conditional=False),
-        acceptance_by_depth_conditional=tally.acceptance(conditional=True),
-        law=drafter.law,
-        identical=all(answer.identical for answer in tally.answers) if contest.keeps_text(name) else None,
-        unexplained=tally.unexplained,
-        divergences=tally.differences,
-        seconds=Seconds(**{part: round(seconds, 3) for part, seconds in vars(tally.seconds).items()}),
-        host_share=round(tally.seconds.host / decoding, 4) if decoding else 0.0,
-        memory_mib=tally.memory_mib,
-        expected=expected(tally, plain),
-        ledger=ledger(tally, plain),
-        by_category=figures.by(attrgetter("category")),
-        by_file=figures.by(attrgetter("file")),
-        by_question=asked[name],
-        of_files={baseline: paired(asked[name], asked[baseline]) for baseline in BASELINES},
-    )
-
-
-def _all(turns: Turns) -> Tally:
-    return Tally(answer for *_, answer in turns)
-
-
-def _by_question(turns: Turns, batch: int) -> dict[str, Asked]:
-    """One method's answers, all turns of a question together."""
-    answers: dict[str, list[Counted]] = {}
-    for question, _, answer in turns:
-        answers.setdefault(question.name, []).append(answer)
-    made = {}
-    for question, group, _ in turns:
-        tally = Tally(answers[question.name])
-        own: dict[str, Any] = {"new_tokens": tally.new_tokens, "seconds": round(tally.wall, 4)}
-        if question.category != question.file:
-            own["category"] = question.category
-        if batch > 1:
-            own["group"] = group
-        made[question.name] = Asked(file=question.file, **own)
-    return made
-
-
-def _is(part: Callable[[Question], str], key: str, question: Question) -> bool:
-    return part(question) == key
-
-
-@dataclass(frozen=True)
-class _Speeds:
-    """Speeds over some of the questions. `methods`, `asked`: of a drafter and both baselines."""
-
-    methods: list[Turns]
-    asked: list[dict[str, Asked]]
-
-    def by(self, part: Callable[[Question], str]) -> dict[str, Speed]:
-        """By part of the questions."""
-        parts = dict.fromkeys(part(question) for question, *_ in self.methods[0])
-        return {key: self.of(partial(_is, part, key)) for key in parts}
-
-    def of(self, chosen: Callable[[Question], bool]) -> Speed:
+    def _speed(self, name: str, turns: Sequence[Turn]) -> Speed:
         """τ, speed, and ratios of tokens per second, so that answers of different length compare."""
-        tally, *bases = (_all([turn for turn in turns if chosen(turn[0])]) for turns in self.methods)
-        names = dict.fromkeys(question.name for question, *_ in self.methods[0] if chosen(question))
-        ours, *theirs = ({name: asked[name] for name in names} for asked in self.asked)
+        tally, *bases = (_tally(turns, method) for method in (name, *BASELINES))
+        asked = dict.fromkeys(turn.question for turn in turns)
+        ours, *theirs = ({q: self.by_question[method][q] for q in asked} for method in (name, *BASELINES))
         speed = tally.tokens_per_second
         over = (round(speed / max(base.tokens_per_second, TINY), 3) for base in bases)
         return Speed(
-            questions=len(tally.answers),
+            questions=len(turns),
             new_tokens=tally.new_tokens,
             tau=round(tally.tau, 4),
             tokens_per_second=round(speed, 2),
             speedup=Speedup(**dict(zip(BASELINES, over, strict=True))),
-            intervals={name: together(ours, base) for name, base in zip(BASELINES, theirs, strict=True)},
+            intervals={base: together(ours, other) for base, other in zip(BASELINES, theirs, strict=True)},
         )
+
+
+def _tally(turns: Sequence[Turn], method: str) -> Tally:
+    return Tally(turn.given[method] for turn in turns)
+
+
+@public
+def sweep(
+    targets: AnyTarget | Iterable[AnyTarget],
+    drafters: Drafters = "auto",
+    questions: Questions = (),
+    *,
+    temperatures: float | Sequence[float] = (0.0,),
+    batches: int | Sequence[int] = (1,),
+    limit: int | None = None,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    begun: Sweep | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Sweep], None] = lambda _: None,
+) -> Sweep:
+    """Measure drafters with several targets, at several temperatures, and for several texts at once.
+
+    Args:
+        targets: loaded one after the other. Speeds compare within a run of `bench`; runs follow each other.
+        temperatures, batches: each pair of them is a run.
+        begun: a sweep that is gone on with. Its runs that are not asked now stay in it.
+        keep: as `bench` calls it, with all runs until then, if one of them is new.
+        others: as `bench` takes them.
+
+    Raises:
+        ValueError: as `bench` does, and for two targets of one name.
+    """
+    asked, temperatures, batches = load_questions(questions, limit), several(temperatures), several(batches)
+    check_given(temperatures=temperatures, batches=batches)
+    for temperature in temperatures:
+        Sampling(temperature=temperature, seed=seed)
+    runs = {_place(run): run for run in begun.runs} if begun else {}
+    known = dict(runs)
+    for run in known.values():
+        _check_run(run, asked, drafters, max_new_tokens=max_new_tokens, seed=seed)
+    stamps = {_place(run)[:3]: run.settings.weights for run in known.values() if run.settings}
+
+    def report(stopped: str | None) -> Sweep:
+        return Sweep(**made(), stopped=stopped, runs=[*runs.values()])
+
+    def store(run: BenchReport) -> None:
+        runs[_place(run)] = run
+        if run.stopped == UNFINISHED:
+            keep(report(UNFINISHED))
+
+    def news(reason: str) -> Sweep | None:
+        return report(reason) if any(run is not known.get(place) for place, run in runs.items()) else None
+
+    options: Any = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress, "keep": store}
+    with reported(keep, news):
+        for named in [targets] if isinstance(targets, (str, PathLike, HFTarget)) else targets:
+            target = loaded(named)
+            model = (target.name, target.precision, target.compiles)
+            if stamps.setdefault(model, target.stamp) != target.stamp:
+                raise ValueError(
+                    f"two targets are called {target.name}: name each, HFTarget(model, tokenizer, name), and "
+                    "otherwise than in a sweep that is gone on with"
+                )
+            for temperature, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
+                place = (*model, float(temperature), batch)
+                options |= {"temperature": temperature, "batch": batch, "begun": runs.get(place)}
+                runs[place] = bench(target, drafters, asked, **options)
+            del named, target  # their memory is the next one's
+    return report(next((run.stopped for run in runs.values() if run.stopped), None))
+
+
+def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:
+    return run.target, run.dtype, run.compiled, run.temperature, run.batch
+
+
+def _check_run(run: BenchReport, asked: Sequence[Question], drafters: Drafters, **counts: int) -> None:
+    """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is, or
+    elsewhere."""
+    fields = {**counts, "hardware": hardware(), "versions": versions()}
+    check_same("sweep", {name: (getattr(run, name), now) for name, now in fields.items()})
+    if run.settings is not None:
+        settings = {
+            "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
+            "questions": [question.name for question in asked],
+            "texts": fingerprint([question.turns for question in asked]),
+        }
+        check_same("sweep", {name: (getattr(run.settings, name), now) for name, now in settings.items()})

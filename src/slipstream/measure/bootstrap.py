@@ -1,7 +1,7 @@
 """How sure a speed-up is: a bootstrap over questions that both methods answered."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,19 +14,14 @@ SAMPLES = 2000
 NORMAL = 1.959964  # the normal law's quantile of 97.5 %
 
 
-class Asked(Part):
-    """One method's answers to one question, all turns together.
-
-    Attributes:
-        file, category: where the question is from, and its kind.
-        group: questions of one number were answered at once, and share their time equally.
-    """
+class QuestionResult(Part):
+    """One method's answers to one question, all turns together."""
 
     file: str
     new_tokens: int
     seconds: float
     category: str = ""
-    group: int | None = None
+    group: int | None = None  # questions of one number were answered at once, and share their time equally
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Paired:
         return f"{self.mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else "")
 
 
-def paired(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Paired:
+def paired(ours: Mapping[str, QuestionResult], theirs: Mapping[str, QuestionResult]) -> Paired:
     """One method's tokens per second over another's: over each file's questions together, and the mean over
     the files.
 
@@ -53,18 +48,45 @@ def paired(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Paired:
         ours, theirs: `by_question` of two methods in one report of `bench`.
     """
     sums = _by_file(ours, theirs)
-    mean = torch.stack([_ratio(q.sum(0)) for q in sums]).mean().item()
-    drawn = _drawn(sums)
-    if drawn is None:
-        return Paired(mean, None)
-    return Paired(mean, _of_ratios(torch.stack([_ratio(draw) for draw in drawn]).mean(0), sums))
+    mean = torch.stack([_ratio(file.sum(0)) for file in sums]).mean().item()
+    return Paired(mean, _bootstrap(sums, lambda draws: torch.stack([_ratio(d) for d in draws]).mean(0)))
 
 
-def together(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Interval | None:
+def together(ours: Mapping[str, QuestionResult], theirs: Mapping[str, QuestionResult]) -> Interval | None:
     """The interval of one method's tokens per second over another's, over all questions together; the draws
     are those of `paired`."""
-    drawn = _drawn(sums := _by_file(ours, theirs))
-    return None if drawn is None else _of_ratios(_ratio(torch.stack(drawn).sum(0)), sums)
+    return _bootstrap(_by_file(ours, theirs), lambda draws: _ratio(torch.stack(draws).sum(0)))
+
+
+def _by_file(ours: Mapping[str, QuestionResult], theirs: Mapping[str, QuestionResult]) -> list[Tensor]:
+    """For each file: tokens and seconds of both methods, a row for what is drawn together."""
+    files: dict[str, dict[str | int, Tensor]] = {}
+    for name, a in ours.items():
+        b, group = theirs[name], name if a.group is None else a.group
+        row = torch.tensor([a.new_tokens, a.seconds, b.new_tokens, b.seconds], dtype=torch.float64)
+        groups = files.setdefault(a.file, {})
+        groups[group] = groups[group] + row if group in groups else row
+    return [torch.stack([*groups.values()]) for groups in files.values()]
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    """Tokens per second of the one over the other's."""
+    tokens, seconds, their_tokens, their_seconds = sums.unbind(-1)
+    return tokens / seconds * their_seconds / their_tokens
+
+
+def _bootstrap(files: list[Tensor], ratio: Callable[[list[Tensor]], Tensor]) -> Interval | None:
+    """The interval of a ratio of each file's sums over its draws; None where a file has one question only."""
+    if any(len(rows) < 2 for rows in files):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(SAMPLES, len(rows) - 1) for rows in files]
+    draws = [
+        rows[torch.randint(len(rows), size, generator=generator)].sum(1)
+        for rows, size in zip(files, sizes, strict=True)
+    ]
+    low, high = interval(ratio(draws).log(), sum(count for _, count in sizes))  # as likely halved as doubled
+    return math.exp(low), math.exp(high)
 
 
 def interval(draws: Tensor, freedom: int) -> Interval:
@@ -91,36 +113,3 @@ def student(freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
-
-
-def _of_ratios(ratios: Tensor, sums: list[Tensor]) -> Interval:
-    """The interval of a ratio, which is as likely to be halved as doubled."""
-    low, high = interval(ratios.log(), sum(len(q) - 1 for q in sums))
-    return math.exp(low), math.exp(high)
-
-
-def _by_file(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> list[Tensor]:
-    """For each file: tokens and seconds of both methods, a row for what is drawn together."""
-    files: dict[str, dict[str | int, list[list[float]]]] = {}
-    for name, a in ours.items():
-        b, drawn_with = theirs[name], name if a.group is None else a.group
-        row = [float(a.new_tokens), a.seconds, float(b.new_tokens), b.seconds]
-        files.setdefault(a.file, {}).setdefault(drawn_with, []).append(row)
-    return [
-        torch.stack([torch.tensor(rows, dtype=torch.float64).sum(0) for rows in groups.values()])
-        for groups in files.values()
-    ]
-
-
-def _drawn(sums: list[Tensor]) -> list[Tensor] | None:
-    """For each file the sums over its draws; None where a file has one question only."""
-    generator = torch.Generator().manual_seed(0)
-    if any(len(q) < 2 for q in sums):
-        return None
-    return [q[torch.randint(len(q), (SAMPLES, len(q) - 1), generator=generator)].sum(1) for q in sums]
-
-
-def _ratio(sums: Tensor) -> Tensor:
-    """Tokens per second of the one over the other's."""
-    tokens, seconds, their_tokens, their_seconds = sums.unbind(-1)
-    return tokens / seconds * their_seconds / their_tokens

@@ -1,18 +1,19 @@
-"""What a target pass and the parts of a round cost on this machine."""
+"""What a target pass and the parts of a round cost on this machine, and how many distinct experts a pass of a
+mixture reads, which is what wide passes cost it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from timeit import timeit
 from typing import Any
 
 import torch
-from rich.console import Group
-from rich.text import Text
+from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
@@ -21,86 +22,29 @@ from slipstream.engine.cuda_graphs import recorder
 from slipstream.engine.generate import LAWS
 from slipstream.engine.session import Seconds, Session
 from slipstream.files import cache_home, update_json
-from slipstream.measure.bench_report import PARTS
-from slipstream.measure.experts import experts_read, own_texts
-from slipstream.plotting import picture
-from slipstream.results import Figures, Part, Report, flat, heading
+from slipstream.measure.datasets import load_questions
+from slipstream.measure.results import PARTS, CostReport, PassCost
+from slipstream.results import heading
 from slipstream.targets import HFTarget
 
-
-class PassCost(Part):
-    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens."""
-
-    rows: int
-    context: int
-    batch: int
-    ms: float
-    gb_s: float  # the weights' bytes over the time
-    share: float  # of the memory's bandwidth
-
-
-class CostReport(Report):
-    """What passes of a target cost on this machine."""
-
-    bandwidth_gb_s: float  # of the memory
-    weights_gb: float  # what a pass must read; of a mixture of experts, if it reads all of them
-    passes: list[PassCost]
-    experts: dict[int, float] = {}  # a mixture's distinct ones a layer that a pass reads, by rows
-
-    @property
-    def limit_ms(self) -> float:
-        """The time that reading the weights takes."""
-        return 1e3 * self.weights_gb / self.bandwidth_gb_s
-
-    def __rich__(self) -> Group:
-        """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
-        reads the weights."""
-        settings = dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
-        title = f"{self.model}: ms of a pass, by its rows; "
-        title += "columns: tokens of context × texts"
-        table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in settings))
-        ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
-        for rows in dict.fromkeys(cost.rows for cost in self.passes):
-            table.add_row(rows, *(f"{ms[rows, *setting]:.1f}" for setting in settings))
-        one = self.passes[0]
-        reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
-        lines = [Text(f"{reads}: at least {self.limit_ms:.1f} ms")]
-        if self.experts:
-            counts = ", ".join(f"{count:.1f} by {rows}" for rows, count in self.experts.items())
-            lines.append(Text(f"experts of a layer that a pass reads: {counts} rows"))
-        return Group(table, *lines)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [flat(cost) for cost in self.passes]
-
-    def plot(self, path: str | None = None) -> Any:
-        """The time of a pass against its rows, for every context and batch, and the time that reading the
-        weights takes: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
-        ValueError where it cannot be written."""
-        with picture(path, 1) as (ax,):
-            for context, batch in dict.fromkeys((cost.context, cost.batch) for cost in self.passes):
-                some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]
-                label = f"{context} tokens, {batch} text{'s' if batch > 1 else ''}"
-                rows, ms = [cost.rows for cost in some], [cost.ms for cost in some]
-                ax.plot(rows, ms, marker="o", markersize=3, label=label)
-            ax.axhline(self.limit_ms, color="gray", linestyle="--", linewidth=1, label="reading the weights")
-            ax.set(xlabel="rows of a pass", ylabel="milliseconds", ylim=(0, None))
-            ax.legend(frameon=False, fontsize="small")
-
-
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
+EXPERTS_CONTEXT = 32  # tokens before the rows whose experts are counted
 
 
 def read_bandwidth(device: torch.device, mib: int = 512, repeats: int = 5) -> float:
     """GB/s at which the whole device reads memory that no cache holds."""
     x = torch.ones(mib * 2**20 // 4, device=device)
-    return x.nbytes / min(_clocked(lambda: x.sum().item()) for _ in range(repeats)) / 1e9
+    return x.nbytes / min(timeit(lambda: x.sum().item(), number=1) for _ in range(repeats)) / 1e9
 
 
-def _clocked(work: Callable[[], Any]) -> float:
-    began = perf_counter()
-    work()
-    return perf_counter() - began
+def _behind(target: Target, tokens: Tensor, rows: int) -> KVCache:
+    """A cache that holds `tokens` and has room for a pass over so many rows."""
+    batch, context = tokens.shape
+    cache = target.new_cache(batch)
+    cache.storage.hold(context + rows)
+    target(chain(tokens), cache, rows=tokens[:, :0])
+    cache.keep(None, torch.full((batch,), context, device=target.device))
+    return cache
 
 
 def pass_seconds(
@@ -110,10 +54,7 @@ def pass_seconds(
     pass of each. Where rounds are captured, replays are timed."""
     context = min(context, target.window - max(rows))
     tokens = torch.arange(batch * (context + max(rows)), device=target.device).view(batch, -1) % target.vocab
-    cache = target.new_cache(batch)
-    cache.storage.hold(context + max(rows))
-    target(chain(tokens[:, :context]), cache, rows=tokens[:, :0])
-    cache.keep(None, torch.full((batch,), context, device=target.device))
+    cache = _behind(target, tokens[:, :context], max(rows))
     passes: dict[int, Callable[[], Any]] = {n: partial(target, chain(tokens[:, :n]), cache) for n in rows}
     if record := recorder(target):
         passes = {n: record(one)[1] for n, one in passes.items()}
@@ -122,18 +63,14 @@ def pass_seconds(
         passes[n]()
         cache.lengths[0].item()  # on an accelerator: wait for it
 
-    laps = [[_clocked(partial(one_pass, n)) for n in passes] for _ in range(repeats + 1)]
+    laps = [[timeit(partial(one_pass, n), number=1) for n in passes] for _ in range(repeats + 1)]
     return {n: median(times) for n, *times in zip(passes, *laps[1:], strict=True)}
 
 
 class Rounds:
-    """Rounds of several drafters behind the same prompts, timed in alternation.
-
-    Args:
-        arms: drafters, and the trees that they grow; None: their own.
-        prompts: those of the texts that share a round.
-        most: rounds of one drafter that there is room for.
-    """
+    """Rounds of several drafters behind the same prompts, timed in alternation. `arms`: drafters, and the
+    trees that they grow (None: their own); `prompts`: of the texts that share a round; `most`: rounds of one
+    drafter that there is room for."""
 
     def __init__(
         self,
@@ -145,7 +82,7 @@ class Rounds:
     ) -> None:
         self._target, self._arms, self._prompts, self._most = target, arms, prompts, most
         self._sampling = rows_of(Sampling(temperature), len(self._prompts))
-        self._costs = [list[list[float]]() for _ in arms]
+        self._costs = [list[Seconds]() for _ in arms]
         self._sessions = [self._session(*arm) for arm in arms]
 
     def _session(self, drafter: Drafter, spec: TreeSpec | None) -> Session:
@@ -169,10 +106,11 @@ class Rounds:
                     session = self._sessions[i] = self._session(drafter, spec)
                 before = replace(session.seconds)
                 session.step(spec=spec)
-                spent = [getattr(session.seconds, part) - getattr(before, part) for part in PARTS]
-                self._costs[i].append(spent)
-        medians = (map(median, zip(*costs, strict=True)) for costs in self._costs)
-        return [Seconds(**dict(zip(PARTS, parts, strict=True))) for parts in medians]
+                self._costs[i].append(session.seconds - before)
+        return [
+            Seconds(**{part: median(getattr(cost, part) for cost in costs) for part in PARTS})
+            for costs in self._costs
+        ]
 
 
 def promised(alpha: float, gamma: int, c: float) -> float:
@@ -204,8 +142,10 @@ def cost_curve(
                 rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
                 passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
     sizes: dict[str, Any] = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
-    if isinstance(target, HFTarget) and (experts := experts_read(target, own_texts(target), ROWS)):
-        sizes["experts"] = experts
+    if isinstance(target, HFTarget) and target.text is not None:
+        texts = [target.text.ids(question.turns[0]) for question in load_questions()]
+        if experts := experts_read(target, texts, ROWS):
+            sizes["experts"] = experts
     return CostReport(**heading(target), **sizes, passes=passes)
 
 
@@ -217,3 +157,46 @@ def costs_file() -> Path:
 def save_costs(target: Target, report: CostReport) -> None:
     """Store a report. Raises ValueError where the file cannot be written."""
     update_json(costs_file(), {target.place: {target.name: report.stored()}})
+
+
+@torch.inference_mode()
+def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, float]:
+    """Distinct experts of a layer that a pass reads, by its rows: the mean over layers and texts.
+
+    The rows are tokens of a text that follow each other, as those of a draft nearly do. A pass over one row
+    reads as many experts as are active for a token, and a wide one may read all of them.
+
+    Args:
+        texts: as tokens. Those too short for a pass are left out of it.
+
+    Returns:
+        Nothing for a target without experts, and for a compiled one, whose layers are not looked into.
+    """
+    layers = [] if target.compiles else mixtures(target)
+    chosen: list[Tensor] = []
+
+    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Which experts the router chose: the only tensor of whole numbers."""
+        chosen.extend(x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point())
+
+    counts: dict[int, list[int]] = {}
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        for n in rows if layers else ():
+            for text in texts:
+                if (context := min(EXPERTS_CONTEXT, len(text) - n)) > 0:
+                    tokens = torch.tensor([list(text[: context + n])], device=target.device)
+                    cache = _behind(target, tokens[:, :context], n)
+                    chosen.clear()
+                    target(chain(tokens[:, context:]), cache)
+                    counts.setdefault(n, []).extend(len(experts.unique()) for experts in chosen)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {n: round(sum(some) / len(some), 3) for n, some in counts.items() if some}
+
+
+def mixtures(target: HFTarget) -> list[nn.Module]:
+    """The modules of a target that hold weights of several experts, stacked."""
+    modules = target.shadow_model.modules()
+    return [each for each in modules if any(weight.dim() == 3 for weight in each.parameters(recurse=False))]

@@ -6,88 +6,79 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.engine.costs import explained
-from slipstream.measure.bench_report import promise
+from slipstream.measure.datasets import Question
 from slipstream.measure.metrics import Answered, Tally
-from slipstream.measure.questions import Question
-from slipstream.measure.runner import HF, Contest, first_prompts
+from slipstream.measure.results import HF, promise
+from slipstream.measure.runner import Runner, first_prompts
 from slipstream.targets.prompts import encode
 
-ACCEPTED, OWN = "bold green", "default"
 SHOWN = {"vanilla": "plain", HF: "HF generate"}
 GREEN = "  (green: drafted, and accepted by the target)"
 
 
-def demo(contest: Contest, drafter: str, questions: Sequence[Question], console: Console) -> None:
+def demo(runner: Runner, drafter: str, questions: Sequence[Question], console: Console) -> None:
     """Answer each question plainly, with Hugging Face `generate` (timed, not shown) and with the drafter;
     compare."""
-    totals: dict[str, list[Answered]] = {method: [] for method in contest.methods}
-    legend = GREEN if console.color_system and not console.no_color else ""
+    totals: dict[str, list[Answered]] = {method: [] for method in ("vanilla", HF, drafter)}
     with console.status("warming up"):
-        contest.warm_up(first_prompts(contest.target, questions, contest.max_new_tokens)[0])
+        runner.warm_up(first_prompts(runner.target, questions, runner.max_new_tokens)[0])
     try:
         for number, question in enumerate(questions, 1):
             console.rule(Text(f"{number} of {len(questions)}: {question.category}"), align="left")
-            answers = _answered(contest, drafter, question, console, legend)
+            answers = _answered(runner, drafter, question, console)
             for method, answer in answers.items():
                 totals[method].append(answer)
-            console.print(
-                _figures({method: [answer] for method, answer in answers.items()}, drafter), end="\n\n"
-            )
+            each = {method: [answer] for method, answer in answers.items()}
+            console.print(_figures(each, drafter), end="\n\n")
     finally:
         if totals[drafter]:
             console.rule("all answers", align="left")
             console.print(_figures(totals, drafter))
-            if contest.drafters[drafter].candidate_trees:
+            if runner.drafters[drafter].candidate_trees:
                 console.print()
-                console.print(explained(contest.target, contest.drafters[drafter]))
+                console.print(explained(runner.target, runner.drafters[drafter]))
 
 
-def _answered(
-    contest: Contest, drafter: str, question: Question, console: Console, legend: str
-) -> dict[str, Answered]:
+def _answered(runner: Runner, drafter: str, question: Question, console: Console) -> dict[str, Answered]:
     """One question, asked and answered on the screen."""
+
+    def paint(texts: list[str]) -> None:
+        """What a round brought, in green what was drafted: all but its last token. A part of a long prompt
+        brings nothing."""
+        drafted = Text("".join(texts[:-1]), "bold green")
+        console.print(drafted + Text("".join(texts[-1:]), "default"), end="", soft_wrap=True)
+
     answers: dict[str, Answered] = {}
-    prompt = encode(contest.target, question.turns[0])
+    legend = GREEN if console.color_system and not console.no_color else ""
+    prompt = encode(runner.target, question.turns[0])
     console.print(Text(question.turns[0], "italic dim"))
     for method in ("vanilla", HF, drafter):
         if method == HF:
             with console.status("Hugging Face generate"):
-                answers[method] = contest.ask(method, prompt)
+                answers[method] = runner.ask(method, prompt)
         else:
-            shown = SHOWN.get(method, method)
-            console.print(Text.assemble("\n", (shown, "bold"), "" if method == "vanilla" else legend))
-            answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
+            name = (SHOWN.get(method, method), "bold")
+            console.print(Text.assemble("\n", name, "" if method == "vanilla" else legend))
+            answers[method] = runner.ask(method, prompt, paint)
             console.print("\n")
-    console.print(_verdict(contest, drafter, question, prompt, answers["vanilla"], answers[drafter]))
+    plain, drafted = answers["vanilla"], answers[drafter]
+    if runner.keeps_text(drafter):
+        drafted = runner.audited(drafter, drafted, plain, question, prompt)
+    console.print(_verdict(runner, drafter, drafted, drafted.tokens == plain.tokens))
     return answers
 
 
-def _paint(texts: list[str], console: Console) -> None:
-    """Print what a round brought, in green what was drafted: all but its last token. A part of a long prompt
-    brings nothing."""
-    drafted = Text("".join(texts[:-1]), ACCEPTED)
-    console.print(drafted + Text("".join(texts[-1:]), OWN), end="", soft_wrap=True)
-
-
-def _verdict(
-    contest: Contest,
-    drafter: str,
-    question: Question,
-    prompt: list[int],
-    plain: Answered,
-    drafted: Answered,
-) -> Text:
-    if drafted.tokens == plain.tokens:
-        strict = contest.promises_bits(drafter)
+def _verdict(runner: Runner, drafter: str, answer: Answered, same: bool) -> Text:
+    if same:
+        strict = runner.promises_bits(drafter)
         return Text("the same text, token for token" if strict else "the same text", "green")
-    if not contest.keeps_text(drafter):
+    if not answer.differences:
         return Text("another draw from the same distribution", "cyan")
-    audited = contest.audited(drafter, drafted, plain, question, prompt)
-    first, margin = audited.differences[0], max(each.margin for each in audited.differences)
+    first, margin = answer.differences[0], max(each.margin for each in answer.differences)
     size = f"token {first.position}, margin {margin:.2g} in logits"
-    if not audited.unexplained:
+    if not answer.unexplained:
         return Text(f"rounding turned a near-tie ({size})", "yellow")
-    held = promise(contest.exactness, contest.target.margin)
+    held = promise(runner.exactness, runner.target.margin)
     return Text(f"NOT the same text {held}: {size}. Please report this", "bold red")
 
 

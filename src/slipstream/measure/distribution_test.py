@@ -21,7 +21,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.engine.generate import Generation, generate
-from slipstream.results import Part
+from slipstream.measure.results import Drawn
 
 CLASSES = 16
 SIGNIFICANCE = 1e-3
@@ -29,32 +29,6 @@ POWER = 0.95
 DISTANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BATCH = 8  # answers that are drawn at once, and kept at once
 LENGTH = 32  # tokens of an answer, at most
-
-
-class Drawn(Part):
-    """The tokens that one drafter drew at one temperature, and their test.
-
-    A distance is the total variation between the classes' frequencies and the uniform law. It is at most the
-    mean total variation between the laws that drew and plain decoding's: what moves within a class, or evens
-    out over contexts, is not seen.
-    """
-
-    drafter: str
-    temperature: float
-    law: str
-    answers: int
-    tokens: int
-    classes: list[int]  # tokens in each, the likeliest first
-    p_value: float
-    significance: float  # the chance that exact draws fail: their p is less
-    power: float
-    detectable: float  # the least distance that is found with a chance of `power`
-    powers: dict[str, float]  # the chance with which a distance is found, at least
-
-    @property
-    def kept(self) -> bool:
-        """Whether the draws pass."""
-        return self.p_value >= self.significance
 
 
 def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Sequence[int]) -> Drawn:
@@ -76,42 +50,41 @@ def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Seq
 
 
 def draw(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], first: int, count: int, **how: Any
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], first: int, count: int, **options: Any
 ) -> list[int]:
     """Tokens by class of `count` answers from the first-th on, which ask the prompts in turn.
 
     Args:
-        how: settings of `generate`. Each batch of answers has a seed of its own, counted from `seed`.
+        options: of `generate`. Each batch of answers has a seed of its own, counted from `seed`.
     """
     asked = [list(prompts[i % len(prompts)]) for i in range(first, first + count)]
-    how["seed"] = (how["seed"] + 1 + first) % 2**63
-    made = generate(target, asked, drafter, **how)
-    borders = torch.Generator().manual_seed(how["seed"])
+    options["seed"] = (options["seed"] + 1 + first) % 2**63
+    borders = torch.Generator().manual_seed(options["seed"])
     classes = [0] * CLASSES
-    for answer in made:
+    for answer in generate(target, asked, drafter, **options):
         for place in places(target, answer, borders):
             classes[min(int(CLASSES * place), CLASSES - 1)] += 1
     return classes
 
 
 @torch.inference_mode()
-def places(target: Target, made: Generation, borders: torch.Generator) -> list[float]:
+def places(target: Target, answer: Generation, borders: torch.Generator) -> list[float]:
     """Of each token of an answer, the mass of what is likelier in plain decoding's law, and a random part of
     the token's own."""
-    text, start = [*made.prompt, *made.tokens[:-1]], len(made.prompt) - 1
+    text, start = [*answer.prompt, *answer.tokens[:-1]], len(answer.prompt) - 1
     rows = torch.arange(start, len(text), device=target.device)[None]
     tokens = torch.tensor([text], device=target.device)
     logits = target(chain(tokens), target.new_cache(1), rows=rows).logits[0]
-    sampler = Sampler([made.sampling], [made.prompt], target.vocab, target.device)
-    found = []
-    for token, row in zip(made.tokens, logits, strict=True):
+    sampler = Sampler([answer.sampling], [answer.prompt], target.vocab, target.device)
+    masses = []
+    for token, row in zip(answer.tokens, logits, strict=True):
         law = sampler.law(row[None])[0]
         mass = law[token]
         equal = torch.arange(len(law), device=law.device)[law == mass]
         before = law[law > mass].sum() + mass * (equal < token).sum()
-        found.append(float(before + mass * torch.rand((), generator=borders, dtype=torch.float64)))
+        masses.append(float(before + mass * torch.rand((), generator=borders, dtype=torch.float64)))
         sampler.observe(torch.tensor([token], device=target.device), torch.ones(1, dtype=torch.bool))
-    return found
+    return masses
 
 
 def p_value(classes: Sequence[int]) -> float:
@@ -133,8 +106,7 @@ def power(distance: float, tokens: int, freedom: int) -> float:
     by as much are the hardest to find; their noncentrality is 4 · tokens · distance².
     """
     half = 2 * tokens * distance**2
-    last = int(half + 12 * math.sqrt(half) + 60)
-    k = torch.arange(last, dtype=torch.float64)
+    k = torch.arange(int(half + 12 * math.sqrt(half) + 60), dtype=torch.float64)
     weights = (k * math.log(max(half, 1e-300)) - half - torch.lgamma(k + 1)).exp()
     tails = torch.special.gammaincc(freedom / 2 + k, torch.full_like(k, critical(freedom) / 2))
     return min(1.0, float(weights @ tails))

@@ -8,8 +8,8 @@ from math import prod
 from slipstream.core.sampling import Sampling
 from slipstream.engine.answer import Round, mean_accepted_length
 from slipstream.engine.session import Seconds
-from slipstream.measure.bench_report import Counted, Difference, Expected, Ledger
 from slipstream.measure.cost import promised
+from slipstream.measure.results import Counted, Difference, Expected, Factors
 
 TINY = 1e-9  # what is divided by is at least this
 
@@ -31,19 +31,11 @@ class Answered:
 
     @property
     def counted(self) -> Counted:
-        """What figures are made of."""
+        """What figures are computed from."""
         rounds = Counter((r.drafted, r.accepted, r.kept) for r in self.rounds)
-        return Counted(
-            new_tokens=len(self.tokens),
-            wall=self.wall,
-            rounds=[(*kind, times) for kind, times in sorted(rounds.items())],
-            seconds=self.seconds,
-            identical=self.identical,
-            differences=self.differences,
-            unexplained=self.unexplained,
-            memory_mib=self.memory_mib,
-            shared=self.shared,
-        )
+        fields = {name: value for name, value in vars(self).items() if name in Counted.model_fields}
+        fields["rounds"] = [(*kind, times) for kind, times in sorted(rounds.items())]
+        return Counted(new_tokens=len(self.tokens), **fields)
 
 
 class Tally:
@@ -60,10 +52,27 @@ class Tally:
         self.unexplained = sum(answer.unexplained for answer in self.answers)
         self.tokens_per_second = self.new_tokens / self.wall if self.wall else 0.0
         self.tau = mean_accepted_length(self.rounds)
-        held = [answer.memory_mib for answer in self.answers if answer.memory_mib is not None]
-        self.memory_mib = max(held, default=None)
-        batched = any(answer.shared is not None for answer in self.answers)
-        self.shared = sum(map(_share, self.answers)) if batched else None
+        memory = (answer.memory_mib for answer in self.answers)
+        self.memory_mib = max((mib for mib in memory if mib is not None), default=None)
+
+    @property
+    def shared(self) -> float | None:
+        """Rounds, those that several texts shared counted once; None where all texts were alone."""
+        if all(answer.shared is None for answer in self.answers):
+            return None
+        alone = (sum(times for *_, times in answer.rounds) for answer in self.answers)
+        shares = (answer.shared for answer in self.answers)
+        return float(sum(own if share is None else share for own, share in zip(alone, shares, strict=True)))
+
+    @property
+    def per_pass(self) -> float:
+        """Seconds of a target pass."""
+        return self.seconds.verify / max(len(self.rounds), 1)
+
+    @property
+    def decoding(self) -> float:
+        """Seconds behind the prompts."""
+        return max(self.seconds.total - self.seconds.prefill, TINY)
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that
@@ -73,13 +82,8 @@ class Tally:
             tried = self.rounds
             if conditional:
                 tried = [r for r in tried if r.drafted >= depth and r.accepted >= depth - 1]
-            rates.append(round(sum(r.accepted >= depth for r in tried) / len(tried), 4) if tried else 0.0)
+            rates.append(round(sum(r.accepted >= depth for r in tried) / max(len(tried), 1), 4))
         return rates
-
-
-def _share(answer: Counted) -> float:
-    """Of rounds. The last text of a file may have had them alone."""
-    return float(sum(times for *_, times in answer.rounds)) if answer.shared is None else answer.shared
 
 
 def expected(tally: Tally, plain: Tally) -> Expected:
@@ -89,40 +93,32 @@ def expected(tally: Tally, plain: Tally) -> Expected:
     It assumes that a pass over several rows costs what one row costs, and that tokens are accepted
     independently. Each round counts with the number of tokens that it drafted, which may be 0.
     """
-    gammas = [r.drafted for r in tally.rounds]
+    gammas, rounds = [r.drafted for r in tally.rounds], max(len(tally.rounds), 1)
     judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
     alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)
-    rounds = max(len(gammas), 1)
-    one_pass = plain.seconds.verify / max(len(plain.rounds), 1)
-    drafting = tally.seconds.draft / max(one_pass, TINY)  # in plain passes
+    drafting = tally.seconds.draft / max(plain.per_pass, TINY)  # in plain passes
     c = drafting / sum(gammas) if any(gammas) else 0.0
     speedup = sum(promised(alpha, gamma, 0.0) for gamma in gammas) / rounds / (1 + drafting / rounds)
     return Expected(alpha=round(alpha, 4), c=round(c, 4), speedup=round(speedup, 4))
 
 
-def ledger(tally: Tally, plain: Tally) -> Ledger:
+def factors(tally: Tally, plain: Tally) -> Factors:
     """A speed-up over plain decoding, factor by factor, and their product beside the measured one."""
-    ours, theirs = tally.seconds, plain.seconds
 
-    def verify(t: Tally) -> float:
-        return t.seconds.verify / max(len(t.rounds), 1)
-
-    def decoding(s: Seconds) -> float:
-        return max(s.total - s.prefill, TINY)
-
-    def behind_prompt(t: Tally) -> float:
+    def behind_prompts(t: Tally) -> float:
         tokens = t.new_tokens / max(t.tau * len(t.rounds), TINY)
-        return tokens * decoding(t.seconds) / max(t.seconds.total, TINY)
+        return tokens * t.decoding / max(t.seconds.total, TINY)
 
-    factors = {
+    ours, theirs = tally.seconds, plain.seconds
+    product = {
         "tau": tally.tau,
-        "rows": verify(plain) / max(verify(tally), TINY),
+        "rows": plain.per_pass / max(tally.per_pass, TINY),
         "draft": ours.verify / max(ours.verify + ours.draft, TINY),
-        "host": (1 - ours.host / decoding(ours)) / max(theirs.verify / decoding(theirs), TINY),
-        "prompt": behind_prompt(tally) / max(behind_prompt(plain), TINY),
+        "host": (1 - ours.host / tally.decoding) / max(theirs.verify / plain.decoding, TINY),
+        "prompt": behind_prompts(tally) / max(behind_prompts(plain), TINY),
     }
-    predicted = prod(factors.values())
+    predicted = prod(product.values())
     measured = tally.tokens_per_second / max(plain.tokens_per_second, TINY)
-    factors |= {"predicted": predicted, "measured": measured}
-    factors["remainder"] = measured / max(predicted, TINY) - 1
-    return Ledger(**{name: round(value, 4) for name, value in factors.items()})
+    product |= {"predicted": predicted, "measured": measured}
+    product["remainder"] = measured / max(predicted, TINY) - 1
+    return Factors(**{name: round(value, 4) for name, value in product.items()})

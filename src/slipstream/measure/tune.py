@@ -8,11 +8,20 @@ target's own passes, the texts are decoded anew. The best tree of each size is o
 """
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import cycle, islice, product
+from statistics import mean
 
-from slipstream.core.drafter import Drafter
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.drafter import FINAL, INPUT, Drafter
+from slipstream.core.optimal_trees import optimal_trees
 from slipstream.core.target import Target
 from slipstream.core.tree_builders import Path
 from slipstream.core.tree_spec import TreeSpec
@@ -23,16 +32,24 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.costs import learn
-from slipstream.engine.replay import decoded, predict, record, rounds
+from slipstream.engine.replay import decoded, one_by_one, predict, record, rounds
 from slipstream.engine.session import Seconds
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
-from slipstream.measure.bench_report import PARTS
-from slipstream.measure.cost import Rounds
-from slipstream.measure.questions import Questions, load_questions
+from slipstream.measure.cost import ROWS, Rounds, pass_seconds, promised
+from slipstream.measure.datasets import Questions, load_questions
+from slipstream.measure.results import (
+    PARTS,
+    Candidate,
+    Proposed,
+    Raced,
+    Size,
+    Skipped,
+    Timing,
+    Tuned,
+    TuneReport,
+)
+from slipstream.measure.resume import reported
 from slipstream.measure.runner import first_prompts
-from slipstream.measure.skip import skippable
-from slipstream.measure.trees import ROUNDS, Costs, acceptance, best_sizes, deepest, proposing
-from slipstream.measure.tune_report import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
 from slipstream.provenance import public, suggested
 from slipstream.results import heading
@@ -40,6 +57,10 @@ from slipstream.spec import Named, Spec
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.recorded import RecordedTarget
 
+BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
+DEPTH, RANKS = 7, 10  # at most
+GAMMA = 10  # the longest chain of draft models: the papers tune γ over 2 to 10
+ROUNDS = 5  # of each tree in a lap
 WIDTH = 8  # children of a dynamic tree's nodes, at most
 SIZES = 4  # octaves of nodes whose best trees are raced
 TREELESS = (
@@ -81,116 +102,280 @@ def tune(
     Raises:
         ValueError: no questions, a count or context out of range, or a drafter without trees to choose.
     """
-    temperatures = _temperatures(temperatures)
+    temperatures = several(temperatures)
+    check_given(temperatures=temperatures)
+    if sum(temperature > 0 for temperature in temperatures) > 1:
+        raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
     check_counts(max_new_tokens=max_new_tokens, batch=batch)
     check_limits(context=context)
     asked, target = evenly(load_questions(questions), limit), loaded(target)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
-    itself = spec == Spec("self-speculative")
-    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
-    skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
-    made = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
     prompts = first_prompts(target, asked)
+    skipping = skippable(target, prompts, progress=progress) if spec == Spec("self-speculative") else []
+    skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
+    grower = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
     if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
     progress("cost of a pass")
-    costs = Costs(target, made, prompts, max_new_tokens, batch, context)
+    costs = Costs(target, grower, prompts, max_new_tokens, batch, context)
     done: list[Tuned] = []
-    try:
+
+    def report() -> TuneReport:
+        return TuneReport(
+            **heading(target),
+            context=costs.context,
+            batch=batch,
+            passes_ms={rows: round(seconds * 1e3, 3) for rows, seconds in costs.passes.items()},
+            draft_step_ms=round(costs.step * 1e3, 3),
+            temperatures=done,
+            skipping=skipping,
+        )
+
+    with reported(keep, lambda reason: report().stopped_by(reason) if done else None):
         for temperature in temperatures:
             progress(f"T = {temperature:g}: the target answers")
-            recorded = record(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
-            done.append(_tuned(target, made, recorded, temperature, costs, skip, progress))
+            recorded = record(target, prompts, max_new_tokens, grower.taps, len(prompts), temperature)
+            done.append(_Tuning(target, grower, recorded, temperature, costs, skip, progress).tuned())
             if isinstance(spec, Spec):
                 progress(f"T = {temperature:g}: what auto's rounds cost and bring")
                 _store(target, spec, recorded, done[-1], costs)
-    except BaseException as error:
-        if done:
-            keep(_report(target, costs, done, skipping).ended_by(error))
-        raise
-    return _report(target, costs, done, skipping)
+    return report()
 
 
-def _temperatures(given: float | Sequence[float]) -> list[float]:
-    """Raises ValueError where trees for them cannot be stored."""
-    temperatures = several(given)
-    check_given(temperatures=temperatures)
-    if sum(temperature > 0 for temperature in temperatures) > 1:
-        raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
-    return temperatures
+def proposing(drafter: Proposer, proposal: str, tree: str = "chain-1") -> Proposer:
+    """The same head with candidates of another kind, and another tree of its own."""
+    drafter = copy(drafter)
+    drafter.grow_as(tree, proposal)
+    return drafter
+
+
+def deepest(drafter: Proposer) -> int:
+    """The depth of the deepest tree that is looked at."""
+    most = GAMMA if isinstance(drafter, DraftModel) else DEPTH
+    return min(most, drafter.deepest or most)
+
+
+def acceptance(drafter: Proposer, recorded: RecordedTarget, proposal: str) -> list[list[float]]:
+    """[d][r]: how often, behind d right first candidates, the next token is the r-th candidate."""
+    children = min(RANKS, len(drafter.vocab))
+    shape = TreeSpec.parse(f"backbone-{deepest(drafter)}x{children}")
+    _, drafts, _ = ranks(proposing(drafter, proposal), recorded, shape)
+    counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in drafts.T])
+    return (counts[:, :-1] / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
+
+
+def ranks(
+    drafter: Proposer, recorded: RecordedTarget, shape: TreeSpec
+) -> tuple[Int[Tensor, " n"], Int[Tensor, "n depth"], Float[Tensor, "n depth"]]:
+    """Drafts that begin at every token of the recorded answers: the texts that they begin in, the ranks of
+    the right candidates, and how sure the drafter is of the first ones. The shape is a backbone. Its width
+    stands for a position where no candidate is right; −1 for one behind a wrong first candidate or past the
+    end of the text."""
+    depth, width = shape.depth, shape.children
+    last = recorded.tokens.shape[1] - 1
+    drafts = []
+    for session, _ in rounds(drafter, recorded, one_by_one, shape):
+        span = session.span
+        assert span is not None and span.tree is not None and span.tree.scores is not None
+        at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
+        right = recorded.tokens[session.cache.texts[:, None], at.clamp(max=last)]
+        hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
+        rank = torch.where(hits.any(2), hits.int().argmax(2), width)
+        behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
+        paths = span.tree.scores[:, 1::width]  # log probabilities of the first candidates' paths
+        confidence = (paths - F.pad(paths, (1, -1))).exp()
+        rank = torch.where(behind & (right >= 0), rank, -1)
+        drafts.append((session.cache.texts.clone(), rank, confidence))
+    text, rank, confidence = (torch.cat(parts) for parts in zip(*drafts, strict=True))
+    return text, rank, confidence
+
+
+class Costs:
+    """Measured seconds of `batch` texts: `passes`, of target passes behind `context` tokens, by their rows;
+    and of rounds behind `prompts`, without a drafter (`plain`), with chains of 1 (`short`) and of `depth`
+    tokens (`long`). Raises ValueError for a context that leaves no room for rounds."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Proposer,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        batch: int,
+        context: int | None,
+        sizes: Sequence[int] = ROWS,
+    ) -> None:
+        self.depth = deepest(drafter)
+        most = target.window - 4 * (1 + self.depth)
+        if context is not None and context > most:
+            raise ValueError(
+                f"context is {context:,}; this target reads {target.window:,} tokens, so that rounds have "
+                f"room behind at most {most:,}"
+            )
+        usual = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
+        self.batch, self.context = batch, context or usual
+        self.passes = _rising(pass_seconds(target, sizes, self.context, batch, repeats=3))
+        self.prompts = [
+            (prompt * (1 + context // len(prompt)))[:context] if context else prompt
+            for prompt in islice(cycle(sorted(prompts, key=len)), batch)
+        ]
+        drafter = proposing(drafter, "top-k")
+        chains = [(drafter, TreeSpec.parse(f"chain-{tokens}")) for tokens in (1, self.depth)]
+        rounds = Rounds(target, [(Vanilla(), None), *chains], self.prompts)
+        self.plain, self.short, self.long = rounds.run(ROUNDS)
+
+    @property
+    def step(self) -> float:
+        return max(0.0, (self.long.draft - self.short.draft) / max(1, self.depth - 1))
+
+    def speedup(self, tau: float, rows: int, depth: int) -> float:
+        """The estimated speed-up of a tree over plain decoding."""
+        one, wide = np.interp([1, rows], [*self.passes], [*self.passes.values()]).tolist()
+        drafted = wide + self.short.draft + (depth - 1) * self.step + self.short.host
+        return float(tau * (one + self.plain.host) / drafted)
+
+
+def every_size(rates: list[list[float]], costs: Costs) -> list[Size]:
+    """The best static tree of each budget and depth."""
+    sizes = []
+    for depth in range(1, len(rates) + 1):
+        for nodes, (paths, tau) in optimal_trees(rates[:depth], BUDGETS).items():
+            if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
+                estimate = costs.speedup(tau, nodes, depth)
+                sizes.append(Size(nodes=nodes, depth=depth, tree=as_text(paths), estimate=estimate))
+    return sizes
+
+
+def as_text(paths: Iterable[Path]) -> str:
+    """A static tree as options and files name it."""
+    return json.dumps(sorted(paths, key=lambda path: (len(path), path)))
+
+
+def best_sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
+    """The best static tree of each budget."""
+    best: dict[int, Size] = {}
+    for size in every_size(rates, costs):
+        if size.nodes not in best or size.estimate > best[size.nodes].estimate:
+            best[size.nodes] = size
+    return [best[nodes] for nodes in sorted(best)]
+
+
+def _rising(seconds: dict[int, float]) -> dict[int, float]:
+    """Costs that do not fall as rows are added: falling ones are noise, and become their mean (pool adjacent
+    violators)."""
+    pools: list[list[float]] = []
+    for value in seconds.values():
+        pools.append([value])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
 def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
     """A drafter whose trees can be chosen. Raises ValueError for any other."""
-    made = load_drafter(drafter, target) if isinstance(drafter, Spec) else drafter
-    if not isinstance(made, Proposer):
+    grower = load_drafter(drafter, target) if isinstance(drafter, Spec) else drafter
+    if not isinstance(grower, Proposer):
         names = ", ".join(method.name for method in named() if method.tunes)
         raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
-    return made
+    return grower
 
 
-def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, costs: Costs) -> None:
-    """Keep what was found, then measure what `auto` has to know of it."""
-    temperature, entry = found.temperature, {"context": costs.context, "rungs": found.rungs}
-    entry = found.chosen.stored() | entry
-    save_tuned(tuned_home(spec, target), target.place, {temperature: entry}, costs.batch)
+def _store(target: Target, spec: Spec, recorded: RecordedTarget, tuned: Tuned, costs: Costs) -> None:
+    """Store what was found, then measure what `auto` has to know of it."""
+    entry = tuned.chosen.stored() | {"context": costs.context, "rungs": tuned.rungs}
+    save_tuned(tuned_home(spec, target), target.place, {tuned.temperature: entry}, costs.batch)
     head = Spec("auto", {"head": str(spec.replace(tree=None, proposal=None))})
-    auto = load_drafter(head, target, temperature, costs.batch)
+    auto = load_drafter(head, target, tuned.temperature, costs.batch)
     law = recorded.law if auto.probes is None else None
     learn(target, auto, costs.batch, costs.context, lambda policy: rounds(auto, recorded, law, policy=policy))
 
 
-def _report(target: Target, costs: Costs, done: list[Tuned], skipping: list[Skipped]) -> TuneReport:
-    return TuneReport(
-        **heading(target),
-        context=costs.context,
-        batch=costs.batch,
-        passes_ms={rows: round(seconds * 1e3, 3) for rows, seconds in costs.passes.items()},
-        draft_step_ms=round(costs.step * 1e3, 3),
-        temperatures=done,
-        skipping=skipping,
-    )
+@dataclass
+class _Tuning:
+    """The search at one temperature."""
 
+    target: Target
+    drafter: Proposer
+    recorded: RecordedTarget
+    temperature: float
+    costs: Costs
+    skip: str | None
+    progress: Callable[[str], None]
 
-def _tuned(
-    target: Target,
-    drafter: Proposer,
-    recorded: RecordedTarget,
-    temperature: float,
-    costs: Costs,
-    skip: str | None,
-    progress: Callable[[str], None],
-) -> Tuned:
-    """What `tune` finds at one temperature."""
-    proposals: list[Proposed] = []
-    kinds = ("top-k", "noise") if temperature else ("top-k",)
-    for proposal in kinds if drafter.probes is None else ():
-        progress(f"T = {temperature:g}: {proposal}, ranks")
-        rates = acceptance(drafter, recorded, proposal)
-        rounded = [[round(rate, 4) for rate in depth] for depth in rates]
-        proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=best_sizes(rates, costs)))
-    progress(f"T = {temperature:g}: drafts along the answers")
-    pairs = [*product(kinds, _masked(drafter))] if drafter.probes is not None else _promising(proposals)
-    if temperature:
-        static = [_without_gaps(tree) for _, tree in pairs if TreeSpec.parse(tree).paths]
-        pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
-    candidates = [_held(drafter, recorded, proposal, tree, costs) for proposal, tree in pairs]
-    gammas: list[Held] = []
-    if isinstance(drafter, DraftModel):
-        chains = (f"chain-{gamma}" for gamma in range(2, costs.depth + 1))
-        gammas = [_held(drafter, recorded, "top-k", tree, costs) for tree in chains]
-        candidates.append(max(gammas, key=lambda chain: chain.estimate))
-    if not candidates:
-        raise ValueError(
-            f"at T = {temperature:g} no guess of this drafter is the target's: {suggested('doctor')} says why"
+    def tuned(self) -> Tuned:
+        drafter, recorded, at = self.drafter, self.recorded, f"T = {self.temperature:g}"
+        proposals: list[Proposed] = []
+        kinds = ("top-k", "noise") if self.temperature else ("top-k",)
+        for kind in kinds if drafter.probes is None else ():
+            self.progress(f"{at}: {kind}, ranks")
+            rates = acceptance(drafter, recorded, kind)
+            rounded = [[round(rate, 4) for rate in depth] for depth in rates]
+            budgets = best_sizes(rates, self.costs)
+            proposals.append(Proposed(proposal=kind, acceptance=rounded, budgets=budgets))
+        self.progress(f"{at}: drafts along the answers")
+        pairs = _promising(proposals) if drafter.probes is None else [*product(kinds, _masked(drafter))]
+        if self.temperature:
+            static = [_without_gaps(tree) for _, tree in pairs if TreeSpec.parse(tree).paths]
+            pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
+        candidates = [self._candidate(proposal, tree) for proposal, tree in pairs]
+        gammas: list[Candidate] = []
+        if isinstance(drafter, DraftModel):
+            chains = range(2, self.costs.depth + 1)
+            gammas = [self._candidate("top-k", f"chain-{gamma}") for gamma in chains]
+            candidates.append(max(gammas, key=lambda chain: chain.estimate))
+        if not candidates:
+            raise ValueError(
+                f"at {at} no guess of this drafter is the target's: {suggested('doctor')} says why"
+            )
+        self.progress(f"{at}: a race of {len(candidates)}")
+        plain, raced = self._race(candidates)
+        exact = [each for each in raced if each.proposal != "sampled"]
+        rungs = {each.nodes.bit_length(): each.tree for each in reversed(exact)}  # the best of each octave
+        return Tuned(
+            temperature=self.temperature,
+            plain=plain,
+            proposals=proposals,
+            gammas=gammas,
+            candidates=raced,
+            chosen=exact[0].model_copy(update={"skip": self.skip} if self.skip else {}),
+            rungs=[*rungs.values()],
         )
-    progress(f"T = {temperature:g}: a race of {len(candidates)}")
-    plain, raced = _race(target, drafter, candidates, costs.prompts, temperature)
-    exact = [each for each in raced if each.proposal != "sampled"]
-    chosen = exact[0].model_copy(update={"skip": skip}) if skip else exact[0]
-    rungs = {each.nodes.bit_length(): each.tree for each in reversed(exact)}  # the best of each octave
-    judged: dict[str, Any] = {"temperature": temperature, "proposals": proposals, "gammas": gammas}
-    return Tuned(**judged, plain=plain, candidates=raced, chosen=chosen, rungs=[*rungs.values()])
+
+    def _candidate(self, proposal: str, tree: str) -> Candidate:
+        """A proposal and a tree, with the τ that they reach along the record, or where that cannot tell, in
+        decoding its prompts anew."""
+        drafter = proposing(self.drafter, proposal, tree)
+        known = drafter.probes is None and drafter.law == "coupled"
+        tau = (predict if known else decoded)(drafter, self.recorded).tau
+        estimate = round(self.costs.speedup(tau, drafter.rows, drafter.depth), 4)
+        size = {"nodes": drafter.tree_spec.nodes, "depth": drafter.depth}
+        return Candidate(tree=tree, proposal=proposal, **size, tau=round(tau, 4), estimate=estimate)
+
+    def _race(self, candidates: list[Candidate]) -> tuple[Timing, list[Raced]]:
+        """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
+        trees = [(proposing(self.drafter, each.proposal, each.tree), None) for each in candidates]
+        timed = Rounds(self.target, [(Vanilla(), None), *trees], self.costs.prompts, self.temperature)
+        running = list(range(len(trees)))
+        ranking: list[Raced] = []
+        lap = 0
+        while running:
+            lap += 1
+            plain, *spent = timed.run(ROUNDS, [0, *(1 + i for i in running)])
+            times = {}
+            for i in running:  # against plain rounds of the same minutes
+                timing = self._timing(candidates[i].tau, spent[i], plain)
+                times[i] = Raced(**candidates[i].stored(), rounds=lap * ROUNDS, **timing.stored())
+            running.sort(key=lambda i: -times[i].speedup)
+            left = (len(running) + 1) // 2 if len(running) > 2 else 0
+            ranking = [times[i] for i in running[left:]] + ranking
+            running = running[:left]
+        return self._timing(1.0, plain, plain), ranking
+
+    def _timing(self, tau: float, cost: Seconds, plain: Seconds) -> Timing:
+        parts = {f"{part}_ms": round(getattr(cost, part) * 1e3, 3) for part in PARTS}
+        speed = round(len(self.costs.prompts) * tau / cost.total, 2)
+        return Timing(**parts, tokens_per_second=speed, speedup=round(tau * plain.total / cost.total, 4))
 
 
 def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
@@ -198,9 +383,8 @@ def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
     sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
     sizes.sort(key=lambda each: each[1].estimate)
     octaves = {size.nodes.bit_length(): (proposal, size) for proposal, size in sizes}
-    best = sorted(octaves.values(), key=lambda each: -each[1].estimate)[:SIZES]
     pairs = []
-    for proposal, size in best:
+    for proposal, size in sorted(octaves.values(), key=lambda each: -each[1].estimate)[:SIZES]:
         pairs.append((proposal, size.tree))
         if size.depth > 1:  # the dynamic tree of depth 1 is the same
             pairs.append((proposal, f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"))
@@ -213,63 +397,67 @@ def _without_gaps(tree: str) -> str:
     spec = TreeSpec.parse(tree)
     if spec.keeps_first_children:
         return tree
-    named: dict[Path, Path] = {(): ()}
+    moved: dict[Path, Path] = {(): ()}
     for path in sorted(spec.paths, key=len):
         before = [other for other in spec.paths if other[:-1] == path[:-1] and other < path]
-        named[path] = (*named[path[:-1]], len(before))
-    return json.dumps(sorted(filter(None, named.values()), key=lambda path: (len(path), path)))
+        moved[path] = (*moved[path[:-1]], len(before))
+    return as_text(filter(None, moved.values()))
 
 
 def _masked(drafter: Proposer) -> list[str]:
-    """Trees of a drafter whose guesses no record knows: with one of its masks, with half and with all of
-    them."""
-    most = deepest(drafter)
-    trees = []
+    """Trees of a drafter whose guesses no record knows: with one of its masks, half and all of them."""
+    most, trees = deepest(drafter), list[str]()
     for depth in sorted({1, (1 + most) // 2, most}):
         nodes = [n for n in (4, 8, 16) if depth + 1 < n <= 6 * depth]
         trees += [f"chain-{depth}", *(f"best-first-{depth}x{n}" for n in nodes)]
     return trees
 
 
-def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str, costs: Costs) -> Held:
-    """A proposal and a tree, with the τ that they reach along the record, or where that cannot tell, in
-    decoding its prompts anew."""
-    made = proposing(drafter, proposal, tree)
-    known = made.probes is None and made.law == "coupled"
-    tau = (predict if known else decoded)(made, recorded).tau
-    estimate = round(costs.speedup(tau, made.rows, made.depth), 4)
-    size = {"nodes": made.tree_spec.nodes, "depth": made.depth}
-    return Held(tree=tree, proposal=proposal, **size, tau=round(tau, 4), estimate=estimate)
-
-
-def _race(
+@torch.inference_mode()
+def skippable(
     target: Target,
-    drafter: Proposer,
-    candidates: list[Held],
-    prompts: Sequence[list[int]],
-    temperature: float,
-) -> tuple[Timing, list[Raced]]:
-    """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
-    trees = [(proposing(drafter, each.proposal, each.tree), None) for each in candidates]
-    rounds = Rounds(target, [(Vanilla(), None), *trees], prompts, temperature)
-    running = list(range(len(trees)))
-    ranking: list[Raced] = []
-    lap = 0
-    while running:
-        lap += 1
-        plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in running)])
-        times = {}
-        for i in running:  # against plain rounds of the same minutes
-            timing = _timing(candidates[i].tau, spent[i], plain, len(prompts))
-            times[i] = Raced(**candidates[i].stored(), rounds=lap * ROUNDS, **timing.stored())
-        running.sort(key=lambda i: -times[i].speedup)
-        left = (len(running) + 1) // 2 if len(running) > 2 else 0
-        ranking = [times[i] for i in running[left:]] + ranking
-        running = running[:left]
-    return _timing(1.0, plain, plain, len(prompts)), ranking
+    prompts: Sequence[Sequence[int]],
+    new: int = 40,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Skipped]:
+    """What skipping each number of a target's own blocks promises, to draft for itself.
 
+    Blocks that change their input least are skipped first (Men et al. 2024, "ShortGPT": the cosine of a
+    block's input and output). Each number of blocks is judged by its agreement with the target along the
+    target's answers, and by the measured cost of a pass.
 
-def _timing(tau: float, cost: Seconds, plain: Seconds, texts: int) -> Timing:
-    parts = {f"{part}_ms": round(getattr(cost, part) * 1e3, 3) for part in PARTS}
-    speed = round(texts * tau / cost.total, 2)
-    return Timing(**parts, tokens_per_second=speed, speedup=round(tau * plain.total / cost.total, 4))
+    Args:
+        prompts: some of the kind that will be asked.
+        new: tokens of each answer.
+
+    Raises:
+        ValueError: the target has fewer than three blocks.
+    """
+    L = target.sizes.blocks
+    if L < 3:
+        raise ValueError(
+            f"this target has {L} blocks; self-speculation skips some between the first and the last"
+        )
+    progress("the target answers")
+    taps = tuple(f"{INPUT}{i}" for i in range(L))
+    recorded = record(target, prompts, new, taps)
+    at = torch.arange(recorded.tokens.shape[1], device=target.device)
+    read = at < recorded.lengths[:, None]
+    judged = (at >= recorded.prompts[:, None] - 1) & (at + 1 < recorded.lengths[:, None])
+    states = recorded.tapped(taps)[read].float().unflatten(-1, (L, -1))
+    similarity = F.cosine_similarity(states[:, 1:-1], states[:, 2:], dim=-1).mean(0)  # of blocks 1 … L − 2
+    order = [1 + i for i in similarity.argsort(descending=True).tolist()]
+    whole, lm_head, skips = pass_seconds(target, (1,))[1], target.lm_head(), list[Skipped]()
+    rows = [tokens[:n].tolist() for tokens, n in zip(recorded.tokens, recorded.lengths, strict=True)]
+    for count in range(max(1, L // 10), len(order) + 1, max(1, L // 10)):
+        progress(f"{count} blocks skipped")
+        blocks = sorted(order[:count])
+        short = target.part([i for i in range(L) if i not in blocks])
+        chosen = lm_head(short.features(rows, (FINAL,))).argmax(-1)
+        right = chosen == recorded.tokens[:, 1 : chosen.shape[1] + 1]
+        alpha = float(right[judged[:, : chosen.shape[1]]].float().mean())
+        c = pass_seconds(short, (1,))[1] / whole
+        expected = round(max(promised(alpha, gamma, c) for gamma in range(1, 11)), 4)
+        skip = ",".join(map(str, blocks))
+        skips.append(Skipped(skip=skip, alpha=round(alpha, 4), c=round(c, 4), expected=expected))
+    return skips

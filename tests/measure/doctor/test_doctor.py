@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 import tiny
 from slipstream import load_target
 from slipstream.drafters.store import find_drafter, restored
+from slipstream.measure.datasets import Question, load_questions
 from slipstream.measure.doctor import head_checks, machine_checks
 from slipstream.measure.doctor.diagnosis import Diagnosis
 from slipstream.measure.doctor.doctor import CHECKS, DoctorReport, Finding, doctor
 from slipstream.measure.doctor.head_fit import unnormed
-from slipstream.measure.questions import Question, load_questions
-from slipstream.measure.trees import Costs
+from slipstream.measure.tune import Costs
 from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 

@@ -13,8 +13,8 @@ import pytest
 
 import tiny
 from slipstream.measure.certify import certify
+from slipstream.measure.datasets import Question
 from slipstream.measure.distribution_test import drawn
-from slipstream.measure.questions import Question
 from slipstream.measure.report.page import page
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

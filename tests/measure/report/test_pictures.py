@@ -4,14 +4,14 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from slipstream.measure.sweep import sweep
 
 import tiny
 from slipstream.cli import main
 from slipstream.measure.bench import bench
-from slipstream.measure.bench_report import BenchReport
-from slipstream.measure.questions import Question
+from slipstream.measure.datasets import Question
 from slipstream.measure.report.pictures import draw_run, draw_sweep
-from slipstream.measure.sweep import sweep
+from slipstream.measure.results import BenchReport
 
 STORED = Path(__file__).parents[3] / "benchmarks" / "results" / "bench_auto.json"
 ASKED = [Question("f", str(i), "ab"[i % 2], (f"a b {i}",)) for i in range(4)]

@@ -21,11 +21,11 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.engine.replay import Prediction, predict, record
 from slipstream.files import read_json
 from slipstream.measure.cost import pass_seconds
+from slipstream.measure.datasets import Question
 from slipstream.measure.doctor.head_fit import Change, Fit, changes, fit, shifted
 from slipstream.measure.doctor.template_check import Framing, framing
-from slipstream.measure.questions import Question
 from slipstream.measure.runner import first_prompts
-from slipstream.measure.trees import Costs, acceptance, proposing
+from slipstream.measure.tune import Costs, acceptance, proposing
 from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from slipstream.core.sampling import Sampling
 from slipstream.files import check_counts, check_limits, evenly
+from slipstream.measure.datasets import Questions, load_questions
 from slipstream.measure.doctor import head_checks, machine_checks
 from slipstream.measure.doctor.diagnosis import Diagnosis, Outcome, Unmeasured
-from slipstream.measure.questions import Questions, load_questions
 from slipstream.measure.runner import first_prompts
 from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, flat, heading

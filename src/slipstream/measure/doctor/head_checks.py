@@ -9,7 +9,7 @@ from slipstream.engine.replay import predict
 from slipstream.measure.doctor.diagnosis import Diagnosis, Outcome, Unmeasured
 from slipstream.measure.doctor.head_fit import GAIN, Gain, fit
 from slipstream.measure.doctor.template_check import system_surprise
-from slipstream.measure.trees import proposing
+from slipstream.measure.tune import proposing
 from slipstream.provenance import suggested
 
 SURPRISED = 0.5  # nats a token: marks of a template that the target knows surprise it less

@@ -17,17 +17,16 @@ from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.engine.replay import decoded, predict, record
 from slipstream.files import check_counts, evenly, several
 from slipstream.measure.bench import bench, steps
-from slipstream.measure.bench_report import BenchReport, Counted
 from slipstream.measure.confidence import by_question
-from slipstream.measure.cost import pass_seconds
-from slipstream.measure.experts import mixtures
+from slipstream.measure.cost import mixtures, pass_seconds
+from slipstream.measure.datasets import SHIPPED, Asking, Question, load_questions
 from slipstream.measure.papers import ARMS, ENTRIES, known_name
 from slipstream.measure.papers.entry import BASELINES, HF, VANILLA, Entry
 from slipstream.measure.papers.kinds import CONFIDENCE, RACE
 from slipstream.measure.papers.measurements import Cell, Measurements, Place, place
 from slipstream.measure.papers.reproduce_report import QuestionSet, ReproduceReport, ReproduceSettings, Table
-from slipstream.measure.questions import SHIPPED, Asking, Question, load_questions
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
+from slipstream.measure.results import BenchReport, Counted
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks, reported
 from slipstream.measure.runner import first_prompts
 from slipstream.provenance import public, suggested
 from slipstream.results import Figures, heading
@@ -106,13 +105,9 @@ def reproduce(
         run.go_on(begun)
     run.plan(speed)
     announce(run.outlook, run.steps)
-    try:
+    with reported(keep, lambda reason: run.report().stopped_by(reason) if run.cells else None):
         for _ in run.measure(progress):
             keep(run.report(UNFINISHED))
-    except BaseException as error:
-        if run.cells:
-            keep(run.report().ended_by(error))
-        raise
     return run.report()
 
 

@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 from slipstream.engine.trace import Round, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.html import assembled
-from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.bootstrap import Paired
-from slipstream.measure.certify import Certificate
-from slipstream.measure.questions import file_names
+from slipstream.measure.datasets import file_names
 from slipstream.measure.report.pictures import by_task
-from slipstream.measure.sweep import Sweep
+from slipstream.measure.results import BenchReport, Certificate, Sweep
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
 SCRIPTS = ("dom", "charts", "runs", "certificates", "tree", "answers", "page")  # each needs those before

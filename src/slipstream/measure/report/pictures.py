@@ -5,18 +5,19 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from slipstream.measure.bench_report import PARTS, BenchReport, DrafterResult
-from slipstream.measure.bootstrap import Asked, Interval, Paired, paired
-from slipstream.measure.sweep import Sweep
+from slipstream.measure.bootstrap import Interval, Paired, QuestionResult, paired
+from slipstream.measure.results import PARTS, BenchReport, DrafterResult, Sweep
 from slipstream.plotting import picture
 
 MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
 SHADES = ("#0072B2", "#E69F00", "#999999")  # dark, light and grey, also without colour
 
 
-def by_task(row: DrafterResult, plain: DrafterResult, task: Callable[[Asked], str]) -> dict[str, Paired]:
+def by_task(
+    row: DrafterResult, plain: DrafterResult, task: Callable[[QuestionResult], str]
+) -> dict[str, Paired]:
     """Speed over plain decoding's by the task of a question, with intervals over its questions."""
-    tasks: dict[str, dict[str, Asked]] = {}
+    tasks: dict[str, dict[str, QuestionResult]] = {}
     for question, answer in row.by_question.items():
         tasks.setdefault(task(answer), {})[question] = answer
     return {name: paired(answers, plain.by_question) for name, answers in tasks.items()}
@@ -49,7 +50,7 @@ def _tasks(axes: Any, plain: DrafterResult, drafters: list[DrafterResult]) -> No
     answers = plain.by_question.values()
     several = len({answer.category or answer.file for answer in answers}) > 1
 
-    def task(answer: Asked) -> str:
+    def task(answer: QuestionResult) -> str:
         return (several and answer.category) or answer.file
 
     names = sorted({task(answer) for answer in answers})

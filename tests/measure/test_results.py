@@ -2,8 +2,7 @@
 
 import pytest
 
-from slipstream.measure.bench_report import BenchReport, DrafterResult, Speedup
-from slipstream.measure.sweep import Sweep
+from slipstream.measure.results import BenchReport, DrafterResult, Speedup, Sweep
 
 
 def _row(drafter: str, *interval: float) -> DrafterResult:

@@ -1,9 +1,9 @@
-"""Distinct experts of a pass, against Hugging Face's own router."""
+"""What passes cost, and the distinct experts that they read, against Hugging Face's own router."""
 
 import torch
 
 import tiny
-from slipstream.measure.experts import experts_read
+from slipstream.measure.cost import ROWS, experts_read, pass_seconds
 
 
 def test_as_many_as_the_models_own_router_says():
@@ -23,3 +23,12 @@ def test_as_many_as_the_models_own_router_says():
 
 def test_other_targets_have_none():
     assert experts_read(tiny.target("llama"), tiny.prompts(40), (1, 4)) == {}
+
+
+def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):
+    seconds = pass_seconds(target, context=16, repeats=1)
+    assert list(seconds) == list(ROWS)
+    assert all(value > 0 for value in seconds.values())
+    assert (
+        target.read_bytes == sum(p.nbytes for p in target.model.parameters()) - target.lm_head().weight.nbytes
+    )
