@@ -122,7 +122,7 @@ TABLE = (
         "fasteagle",
         "FastEagle",
         "guesses several states in one pass",
-        {"fasteagle-vllm": "fasteagle:FastEagleLayout"},
+        {"fasteagle-vllm": "layouts:FastEagleLayout"},
     ),
     _head(
         "medusa",

@@ -33,7 +33,7 @@ def _hash(word: str) -> int:
 
 
 def shingles(text: str, n: int) -> UInt64[np.ndarray, " S"]:
-    """A number for each `n` words in a row, whatever their case and punctuation. Few words have none."""
+    """A number for each `n` words in a row, without case and punctuation. Fewer words have none."""
     words = re.findall(r"\w+", text.lower())
     if len(words) < n:
         return np.empty(0, np.uint64)
@@ -49,7 +49,7 @@ def _marks(text: str) -> list[int]:
 
 def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
     """What no row may hold of the texts in JSONL files. Raises ValueError where one cannot be read."""
-    found: set[int] = set()
+    words: set[int] = set()
     for path in paths:
         lines = [line for line in read_text(path, "question file").split("\n") if line.strip()]
         if not lines:
@@ -62,8 +62,8 @@ def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
             except ValueError as error:
                 raise ValueError(f"question file {path}: {line[:40]!r} is no JSON object: {error}") from error
             for text in texts_in(row):
-                found.update(_marks(text))
-    return found
+                words.update(_marks(text))
+    return words
 
 
 def holds(text: str, words: set[int]) -> bool:
@@ -92,25 +92,24 @@ def near_copies(texts: Iterable[str]) -> Iterator[bool]:
     MinHash finds candidates. Then the share of common shingles is computed (Jaccard). Texts of fewer than
     `COMPARED` words must be equal.
     """
-    seen: dict[bytes, list[int]] = defaultdict(list)
-    kept: list[UInt64[np.ndarray, " S"]] = []
+    in_band: dict[bytes, list[int]] = defaultdict(list)
+    originals: list[UInt64[np.ndarray, " S"]] = []
     short: set[str] = set()
     for text in texts:
-        mine = np.unique(shingles(text, COMPARED))
-        if not len(mine):
+        shingled = np.unique(shingles(text, COMPARED))
+        if not len(shingled):
             yield text in short
             short.add(text)
             continue
-        signature = (mine * MIXERS[0] + MIXERS[1]).min(1).reshape(BANDS, IN_BAND)
+        signature = (shingled * MIXERS[0] + MIXERS[1]).min(1).reshape(BANDS, IN_BAND)
         keys = [bytes([band]) + row.tobytes() for band, row in enumerate(signature)]
-        met = {i for key in keys for i in seen[key]}
-        if copy := any(_jaccard(mine, kept[i]) >= NEAR for i in met):
-            yield copy
-            continue
-        for key in keys:
-            seen[key].append(len(kept))
-        kept.append(mine)
-        yield False
+        candidates = {i for key in keys for i in in_band[key]}
+        copy = any(_jaccard(shingled, originals[i]) >= NEAR for i in candidates)
+        if not copy:
+            for key in keys:
+                in_band[key].append(len(originals))
+            originals.append(shingled)
+        yield copy
 
 
 def _jaccard(a: UInt64[np.ndarray, " A"], b: UInt64[np.ndarray, " B"]) -> float:
