@@ -216,8 +216,7 @@ def _deviations(
 def _served(
     target: HFTarget, drafter: str, method: str, job: dict[str, Any], python: str
 ) -> tuple[dict[str, Any], dict[str, Any], Tensors]:
-    """What the worker wrote: plain answers, answers with the head, and tensors of the first prompt. Raises
-    ValueError where it fails."""
+    """The worker's plain answers, its answers with the head, and tensors of the first prompt."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")

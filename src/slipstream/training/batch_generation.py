@@ -73,23 +73,14 @@ class _Slots(Cache):
 
 
 class _Batch(NamedTuple):
-    """B texts under way. All tensors stay where they are, because graphs read and write them.
+    """B texts under way. All tensors stay where they are, because graphs read and write them."""
 
-    Attributes:
-        cache: of B rows.
-        pads: [B] slots before each text.
-        token: [B] the last token of each, yet to be read.
-        ended: [B].
-        written: [B, C] tokens.
-        step: [1] how many of them there are.
-    """
-
-    cache: _Slots
-    pads: Tensor
-    token: Tensor
-    ended: Tensor
-    written: Tensor
-    step: Tensor
+    cache: _Slots  # of B rows
+    pads: Tensor  # [B] slots before each text
+    token: Tensor  # [B] the last token of each, yet to be read
+    ended: Tensor  # [B]
+    written: Tensor  # [B, C] tokens
+    step: Tensor  # [1] how many of them there are
 
 
 class BatchGenerator:

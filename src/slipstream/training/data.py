@@ -30,19 +30,12 @@ RECORDED = ["source", "made", "kind", "temperature", "finished"]  # how a row wa
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence, and which of its tokens the drafter learns to predict.
+    """One sequence, and which of its tokens the drafter learns to predict."""
 
-    Attributes:
-        tokens: ids as decoding reads them: each prompt through the chat template, then its answer.
-        loss: true for the tokens to learn, which are the assistant's own and the token that ends its turn.
-        greedy: the row says that the answer is the target's at T = 0.
-        asked: the question's tokens, where the prompt holds a system message or raw text is cut.
-    """
-
-    tokens: list[int]
-    loss: list[bool]
-    greedy: bool = False
-    asked: tuple[int, ...] = ()
+    tokens: list[int]  # as decoding reads them: each prompt through the chat template, then its answer
+    loss: list[bool]  # true for tokens to learn: the assistant's own, and the one that ends its turn
+    greedy: bool = False  # the row says that the answer is the target's at T = 0
+    asked: tuple[int, ...] = ()  # the question, where the prompt has a system message or raw text is cut
 
     @property
     def prompt(self) -> list[int]:

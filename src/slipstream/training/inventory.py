@@ -26,27 +26,18 @@ FAULTS = ("excluded", "loops", "repeats")  # why rows are dropped
 
 
 class Holding(Part):
-    """Rows of one kind. Shares are of rows; lengths are tokens, at the median, at 95 % and at most.
-
-    Attributes:
-        answer_tokens: those that are learnt.
-        prompt: lengths of what is not learnt, the chat template's words included.
-        answer: lengths of what is learnt.
-        excluded: rows that share words with a question set.
-        loops: other rows of which an answer repeats itself.
-        repeats: other rows that are nearly one before them, or the beginning of another.
-    """
+    """Rows of one kind. Shares are of rows; lengths are tokens, at the median, at 95 % and at most."""
 
     rows: int
-    answer_tokens: int
-    prompt: tuple[int, int, int]
-    answer: tuple[int, int, int]
+    answer_tokens: int  # that are learnt
+    prompt: tuple[int, int, int]  # lengths of what is not learnt, the chat template's words included
+    answer: tuple[int, int, int]  # lengths of what is learnt
     finished: float
     greedy: float
     several_turns: float
-    excluded: int
-    loops: int
-    repeats: int
+    excluded: int  # rows that share words with a question set
+    loops: int  # other rows of which an answer repeats itself
+    repeats: int  # other rows that are nearly one before them, or the beginning of another
 
 
 @dataclass

@@ -198,9 +198,8 @@ def opening_of(target: Target, before: Messages) -> str:
 
 
 def _fits(target: Target, begun: Begun, text: str) -> bool:
-    """Whether the window has room for the longest words after the text, or half of a small window; and no
-    earlier turn writes a special token, which raw text cannot tell from a real one."""
-    assert target.text is not None
+    """Whether the window has room for words after the text, and no earlier turn writes a special token."""
+    assert target.text is not None  # raw text cannot tell a written special token from a real one
     if target.text.render([*begun.before, {"role": "user", "content": begun.text}], ask=False).masked:
         return False
     return len(target.text.ids(text)) <= max(target.window - WORDS[1], target.window // 2)
@@ -212,8 +211,7 @@ def _begin(
     rows: Sequence[dict[str, Any]],
     chance: random.Random,
 ) -> Begun:
-    """A prompt of the rarest kind that can be begun, which is counted. An answer that a conversation goes on
-    from is put into `used`."""
+    """A prompt of the rarest kind that can be begun. It is counted, and what it continues is `used`."""
     for kind in sorted(counts, key=lambda kind: counts[kind]):
         words, before, text, temperature = chance.choice(KINDS[kind]), [], "", None
         if kind in TURNS:

@@ -17,7 +17,7 @@ from slipstream.provenance import suggested
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Precision = Annotated[  # YAML reads a bare `no` as false
-    Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)
+    Literal["no", "bf16"], BeforeValidator(lambda given: "no" if given is False else given)
 ]
 
 
@@ -165,8 +165,8 @@ class Recipe(Section):
         return staged
 
 
-# Recipes once had all settings of all methods, most of them without effect. One that the method does not read
-# is dropped if it has a default of that time, or if a run wrote the recipe, which then had all of them.
+# Recipes once had every setting for every method, most of them without effect. A setting that the method does
+# not read is dropped at its defaults of then, and at any value where a run wrote the recipe with all of them.
 ONCE: dict[str, dict[str, tuple[Any, ...]]] = {
     "head": {
         **dict.fromkeys(("intermediate_size", "taps", "start", "hidden_size", "blocks"), (None,)),

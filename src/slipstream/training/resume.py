@@ -52,15 +52,8 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path, made_by: dict[str, Any], recipe: Path) -> dict[str, Any]:
-    """The checkpoint that a run goes on from.
-
-    Args:
-        made_by: the record of this run, with the keys of `OTHERWISE`.
-        recipe: the file of the checkpoint's own recipe, which an error names.
-
-    Raises:
-        ValueError: it cannot be read, or another run made it.
-    """
+    """The checkpoint that a run with the record `made_by` (keys of `OTHERWISE`) continues. `recipe` is the
+    file of the checkpoint's own. Raises ValueError: it cannot be read, or another run made it."""
     try:
         check_regular(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -83,14 +76,8 @@ def read_checkpoint(path: Path, made_by: dict[str, Any], recipe: Path) -> dict[s
 @contextmanager
 def answer_file(path: str, made_by: dict[str, Any]) -> Iterator[tuple[list[Row], Callable[[Row], None]]]:
     """The rows of a locked file of answers, and a function that appends a row to the file and to them.
-
-    Rows of earlier versions record no generation_config. Names of targets, of which one may have several, are
-    not compared.
-
-    Raises:
-        ValueError: the file holds something else, was made otherwise, is written by another process, or
-            cannot be written.
-    """
+    Raises ValueError: the file holds something else, has another record, is written by another process, or
+    cannot be written."""
     with locked(path):
         rows = _read_answers(path)
         for row in rows:
@@ -99,6 +86,7 @@ def answer_file(path: str, made_by: dict[str, Any]) -> Iterator[tuple[list[Row],
                     f"{path} does not say how it was made, as earlier versions did not: train on it, and "
                     "name another file"
                 )
+            # Earlier versions did not record a generation_config. A target may have several names.
             before = {"generation_config": made_by.get("generation_config"), **before}
             if names := changed(before, made_by, ignored=["target"]):
                 was, now = (

@@ -263,8 +263,7 @@ def _with_room(writer: TextWriter, questions: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _checked(out: str | PathLike[str], source: Any = None) -> str:
-    """The output's name. Raises ValueError where no file can be written there, it is the source, or its rows
-    would be read as raw text."""
+    """The output's name. Raises ValueError where no file of rows can be written there."""
     out = written_to(out)
     if out in STANDARD or (os.path.exists(out) and not os.path.isfile(out)):
         raise ValueError(f"output {out} is no file: name one, which an interrupted run can go on with")

@@ -42,51 +42,39 @@ OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeli
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A prediction of τ along the held-out answers.
-
-    Attributes:
-        trained: number of tokens trained on before it.
-        loss: the loss of the last step. None before the first step.
-        acceptance: for each depth, the share of rounds that accept at least as deep.
-    """
+    """A prediction of τ along the held-out answers."""
 
     stage: int
     step: int
-    trained: int
-    loss: float | None
+    trained: int  # tokens trained on before it
+    loss: float | None  # of the last step; None before the first
     tau: float
-    acceptance: list[float]
+    acceptance: list[float]  # for each depth, the share of rounds that accept at least as deep
 
 
 @dataclass
 class Progress:
-    """How far a run is; saved with every checkpoint.
+    """How far a run is; saved with every checkpoint."""
 
-    Attributes:
-        stage, step: the next ones to take.
-        trained, seconds: tokens learnt from, and time spent on steps, over all stages.
-        best: the highest predicted τ; the drafter directory holds the weights that reached it.
-    """
-
-    stage: int = 0
+    stage: int = 0  # the next stage and step to take
     step: int = 0
-    trained: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
+    trained: int = 0  # tokens learnt from, over all stages
+    seconds: float = 0.0  # spent on steps, over all stages
+    best: float = 0.0  # the highest predicted τ; the drafter directory holds the weights that reached it
     history: list[Evaluation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """The figures after a step: `step` of `of` in this stage; `tau` is the latest prediction."""
+    """The figures after a step."""
 
     stage: int
     step: int
-    of: int
+    of: int  # steps of this stage
     loss: float
-    agree: float
+    agree: float  # the share of tokens whose likeliest guess is the target's
     tokens_per_second: float
-    tau: float
+    tau: float  # the latest prediction
 
 
 Show = Callable[[StepFigures], None]

@@ -49,18 +49,19 @@ class Start:
     def as_is(self, config: Any, gains: Float[Tensor, " taps1"]) -> Head:
         """The head itself, for inputs that are scaled by `gains` in training. Raises ValueError if it has not
         the sizes of `config`."""
-        if type(self.head.config) is not type(config):
+        own = self.head.config
+        if type(own) is not type(config):
             raise ValueError(
                 f"head.start={self.name!r} is of the method {self.method}: name a head of the same method"
             )
-        own, wanted = asdict(self.head.config), asdict(config)
-        if wrong := [f"{key} {own[key]}, not {wanted[key]}" for key in wanted if own[key] != wanted[key]]:
+        theirs, ours = asdict(own), asdict(config)
+        if wrong := [f"{key} {theirs[key]}, not {ours[key]}" for key in ours if theirs[key] != ours[key]]:
             raise ValueError(f"head.start={self.name!r} has other sizes than this recipe: {'; '.join(wrong)}")
         return self.unscaled(self.head, gains)
 
     @staticmethod
     def unscaled(head: Any, gains: Float[Tensor, " taps1"]) -> Any:
-        """The head, which reads plain inputs, adapted so that inputs scaled by `gains` give the same."""
+        """The head, which reads plain inputs, made to say the same of inputs that are scaled by `gains`."""
         with torch.no_grad():
             head.scale_inputs(1 / gains[0], 1 / gains[1:])
         return head.requires_grad_()
