@@ -67,31 +67,20 @@ LLAMA = LlamaConfig().to_dict()
 
 
 class Layout(ABC):
-    """A public format of a method's weights, for one target.
+    """A public format of a method's weights, for one target."""
 
-    Attributes:
-        notes: on what was read or written, for the user.
-        keys: keys of config.json that are read.
-        mark: regular expression of a tensor, key or architecture that only this layout has.
-        names: beginnings of our tensors' names and theirs; `{}` stands for a number.
-        file: name of the file of tensors.
-        embedding: checkpoints always hold a "copy" of the target's embedding, "may" hold it or one of their
-            own, or hold "none".
-        vocabulary: the draft vocabulary is stored in tensors; otherwise in our own key of config.json.
-        tree: the drafter's default tree, which may name sizes of the head, such as {depth}.
-    """
-
-    keys: ClassVar[set[str]]
-    mark: ClassVar[str] = ""
-    names: ClassVar[Mapping[str, str]] = {}
-    file: ClassVar[str] = "model.safetensors"
+    keys: ClassVar[set[str]]  # of config.json that are read
+    mark: ClassVar[str] = ""  # regular expression of a tensor, key or architecture that no other layout has
+    names: ClassVar[Mapping[str, str]] = {}  # beginnings of our tensors' names and theirs; {} is a number
+    file: ClassVar[str] = "model.safetensors"  # of tensors
+    # Checkpoints hold a "copy" of the target's embedding, "may" hold it or their own, or hold "none".
     embedding: ClassVar[Literal["copy", "may", "none"]] = "may"
-    vocabulary: ClassVar[bool] = True
-    tree: ClassVar[str] = "fig9"
+    vocabulary: ClassVar[bool] = True  # the draft vocabulary is a tensor, not our own key of config.json
+    tree: ClassVar[str] = "fig9"  # the drafter's default, which may name sizes of the head, such as {depth}
+    notes: list[str]  # on what was read or written, for the user
 
     def __init__(self, target: Target) -> None:
-        self.target = target
-        self.notes: list[str] = []
+        self.target, self.notes = target, []
 
     def knows(self, config: Config, tensors: Tensors) -> bool:
         """Whether a checkpoint is written in this layout. By default, whether it has the layout's `mark`."""

@@ -171,10 +171,13 @@ def export(
         else:
             public_config = {**writer.config(head, config["target"]["name"]), OURS: in_config}
         write_directory(directory, public_config, public_tensors, writer.file, by="export")
-        _remove_others(Path(directory), writer.file)
+        for path in (Path(directory) / other for other in SAFE if other != writer.file):
+            with suppress(OSError, SafetensorError):  # most often there is none
+                if mark_of(path) == "export":  # tensors of an earlier export in another layout
+                    path.unlink()
         serve = _serving(target, directory, layout, getattr(head, "depth", MOST_DRAFTED))
-        used = list(public_tensors)
-        return Conversion(**made(), directory=directory, used=used, notes=writer.notes, serve=serve)
+        used, notes = [*public_tensors], writer.notes
+        return Conversion(**made(), directory=directory, used=used, notes=notes, serve=serve)
 
 
 def _layout_name(name: str, config: Config, layout: str | None) -> str:
@@ -232,14 +235,6 @@ def _serving(target: Target, directory: str, layout: str, depth: int) -> str | N
 def _tree(config: Config, layout: Layout, sizes: Any) -> str:
     """The tree that a checkpoint's config.json says, or else its layout."""
     return Shape.parse(config.get(OURS, {}).get("tree") or layout.tree.format(**asdict(sizes))).name
-
-
-def _remove_others(home: Path, written: str) -> None:
-    """Remove an earlier export's tensors in a layout that names their file otherwise."""
-    for path in (home / name for name in SAFE if name != written):
-        with suppress(OSError, SafetensorError):  # there is none
-            if mark_of(path) == "export":
-                path.unlink()
 
 
 def _digest(embedding: Tensor) -> dict[str, str]:

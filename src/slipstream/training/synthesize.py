@@ -25,7 +25,7 @@ from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
 from slipstream.training.generators import Prompt, TargetWriter, TextRequest, TextWriter, wrapped, writer_of
-from slipstream.training.prompt_kinds import PromptRow, check_kinds, is_raw, opening_of, synthesize_prompts
+from slipstream.training.prompt_kinds import PromptRow, check_kinds, synthesize_prompts
 from slipstream.training.resume import SOURCE, Row, answer_file
 
 LineProgress = Callable[[int, int], None]  # called with the lines in the file and their final number
@@ -230,8 +230,6 @@ def synthesize(
     out, target = _checked(out), loaded(target)
     chosen, kinds = writer_of(writer, target), several(kinds)
     writing = Writing(chosen, several(temperatures), max_new_tokens, batch, seed, prompt_temperature, kinds)
-    if not is_raw(target):
-        opening_of(target, [])
     with answer_file(out, writing.record) as (rows, append):
         progress(len(rows), prompts)
         crowded: list[Prompt] = []
