@@ -76,6 +76,7 @@ class Layout(ABC):
     # Checkpoints hold a "copy" of the target's embedding, "may" hold it or their own, or hold "none".
     embedding: ClassVar[Literal["copy", "may", "none"]] = "may"
     vocabulary: ClassVar[bool] = True  # the draft vocabulary is a tensor, not our own key of config.json
+    d2t: ClassVar[bool] = False  # that tensor is d2t [Vd]: target id = i + d2t[i]
     tree: ClassVar[str] = "fig9"  # the drafter's default, which may name sizes of the head, such as {depth}
     notes: list[str]  # on what was read or written, for the user
 
@@ -102,11 +103,17 @@ class Layout(ABC):
 
     def take(self, tensors: Tensors) -> Tensors:
         """Their tensors under our names. Raises ValueError."""
-        return renamed(tensors, {theirs: ours for ours, theirs in self.names.items()})
+        tensors = renamed(tensors, {theirs: ours for ours, theirs in self.names.items()})
+        if self.d2t and (d2t := tensors.pop("d2t", None)) is not None:
+            tensors[VOCAB] = d2t + torch.arange(len(d2t))
+        return tensors
 
     def give(self, tensors: Tensors) -> Tensors:
         """Our tensors under their names."""
-        return renamed(tensors, self.names)
+        public = renamed(tensors, self.names)
+        if self.d2t and (vocab := public.pop(VOCAB, None)) is not None:
+            public["d2t"] = vocab.long() - torch.arange(len(vocab))
+        return public
 
     def _described(self, head: HeadConfig) -> Config:
         """What config.json copies from the target's, and the layer's sizes under Hugging Face's names."""
@@ -137,8 +144,8 @@ class Layout(ABC):
 
 
 class EagleLayout(Layout):
-    """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's
-    embedding. It has no mark: what no other layout knows is read as this one."""
+    """EAGLE-1/2: config.json is the target's with one layer; the file has a copy of the target's embedding.
+    It has no mark: what no other layout knows is read as this one."""
 
     keys, embedding, vocabulary = LAYER | {"bias"}, "copy", False
 
@@ -187,13 +194,13 @@ class SGLangEagleLayout(EagleLayout):
 
 
 class Eagle3Layout(Layout):
-    """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary (target id = i + d2t[i]).
+    """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary.
 
     Two keys name the states that it reads, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of
     blocks (vLLM), the same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
     """
 
-    mark = r"midlayer\."
+    mark, d2t = r"midlayer\.", True
     flags: ClassVar = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
     own: ClassVar = (*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
     keys: ClassVar = LAYER | {*own, f"{NESTED}{IDS}", f"{NESTED}norm_before_fc"}
@@ -233,7 +240,7 @@ class Eagle3Layout(Layout):
         return config | {"eagle_config": {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}}
 
     def take(self, tensors: Tensors) -> Tensors:
-        tensors = from_d2t(super().take(tensors))
+        tensors = super().take(tensors)
         t2d = tensors.pop("t2d", None)
         if (
             t2d is not None
@@ -244,7 +251,7 @@ class Eagle3Layout(Layout):
         return tensors
 
     def give(self, tensors: Tensors) -> Tensors:
-        public = to_d2t(super().give(tensors))
+        public = super().give(tensors)
         if VOCAB in tensors:
             ids = tensors[VOCAB].long()
             public["t2d"] = torch.zeros(self.target.vocab, dtype=torch.bool).index_fill_(0, ids, True)
@@ -289,8 +296,8 @@ class SpeculatorsLayout(Eagle3Layout):
 
 
 class MedusaLayout(Layout):
-    """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and behind the blocks the LM head. Its
-    config.json may count fewer heads than the file has, which counts."""
+    """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and after the blocks the LM head. Its
+    config.json may count fewer heads than the file has; the file is right."""
 
     file, embedding = "medusa_lm_head.safetensors", "none"
     keys: ClassVar = {"medusa_num_heads", "medusa_num_layers", "version"}  # which the tensors say, too
@@ -375,13 +382,12 @@ class VLLMMedusaLayout(MedusaLayout):
 class FastEagleLayout(Layout):
     """FastEagle for our plugin of vLLM (`vllm_fasteagle`): no other engine knows it.
 
-    config.json is that of an EAGLE-3 head with N layers. Beside the head's tensors: d2t [Vd] (target id = i +
-    d2t[i]), the LM head's rows of that vocabulary, and the target's last norm, because engines hand over the
-    final state before it.
+    config.json is that of an EAGLE-3 head with N layers. Further tensors are d2t, the LM head's rows of that
+    vocabulary, and the target's last norm, because engines hand over the final state before it.
     """
 
     keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS, "num_hidden_layers"}
-    embedding, mark, tree = "none", f"{FASTEAGLE}$", "best-first-{depth}x8"
+    embedding, mark, d2t, tree = "none", f"{FASTEAGLE}$", True, "best-first-{depth}x8"
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -416,7 +422,7 @@ class FastEagleLayout(Layout):
         return config | {"input_norm": head.input_norm, "draft_vocab_size": self.draft_vocab, IDS: ids}
 
     def take(self, tensors: Tensors) -> Tensors:
-        tensors = from_d2t(tensors)
+        tensors = super().take(tensors)
         lm_head = partial(lm_head_rows, self.target, tensors.get(VOCAB))
         for name, own in (("lm_head.weight", lm_head), ("norm.weight", self._norm)):
             if name in tensors and not close(tensors.pop(name), own()):
@@ -425,7 +431,7 @@ class FastEagleLayout(Layout):
         return tensors
 
     def give(self, tensors: Tensors) -> Tensors:
-        public, dtype = to_d2t(tensors), tensors["fuse.weight"].dtype
+        public, dtype = super().give(tensors), tensors["fuse.weight"].dtype
         public["norm.weight"] = self._norm().to(dtype)
         if (vocab := tensors.get(VOCAB)) is not None:
             self.draft_vocab = len(vocab)
@@ -462,22 +468,6 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
         return next((new.format(*m.groups()) + name[m.end() :] for m, new in matches if m), name)
 
     return {new_name(name): tensor for name, tensor in tensors.items()}
-
-
-def from_d2t(tensors: Tensors) -> Tensors:
-    """Tensors with our draft vocabulary in place of d2t [Vd]: target id = i + d2t[i]."""
-    tensors = dict(tensors)
-    if (d2t := tensors.pop("d2t", None)) is not None:
-        tensors[VOCAB] = d2t + torch.arange(len(d2t))
-    return tensors
-
-
-def to_d2t(tensors: Tensors) -> Tensors:
-    """The inverse of `from_d2t`."""
-    tensors = dict(tensors)
-    if (vocab := tensors.pop(VOCAB, None)) is not None:
-        tensors["d2t"] = vocab.long() - torch.arange(len(vocab))
-    return tensors
 
 
 def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:

@@ -81,7 +81,7 @@ def train(
         method: such as "eagle", or a whole recipe; then no data, recipe or overrides are given.
         directory: new, empty, or left by a run that saved nothing.
         data, recipe, overrides, resume: see `recipe_of`; `resume` goes on from the last checkpoint.
-        force: overwrite whatever the directory holds, and learn answers of another target, too.
+        force: write into any directory, whatever it holds, and learn answers of another target, too.
         progress: called with the figures of each step.
         filling: see `Trainer.prepare`.
 

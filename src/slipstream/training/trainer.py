@@ -89,7 +89,7 @@ class Trainer:
     Args:
         directory: new, empty, or left by a run that saved nothing.
         resume: continue from the directory's last checkpoint, whose recipe must be the given one.
-        force: overwrite whatever the directory holds, and learn answers of any target.
+        force: begin a run in any directory, whatever it holds, and with answers of any target.
 
     Raises:
         ValueError: the data, the directory or the checkpoint does not fit, or another process writes there.
