@@ -70,7 +70,7 @@ class Layout(ABC):
     """A public format of a method's weights, for one target."""
 
     keys: ClassVar[set[str]]  # of config.json that are read
-    mark: ClassVar[str] = ""  # regular expression of a tensor, key or architecture that no other layout has
+    mark: ClassVar[str] = "(?!)"  # regular expression of a tensor, key or architecture of no other layout
     names: ClassVar[Mapping[str, str]] = {}  # beginnings of our tensors' names and theirs; {} is a number
     file: ClassVar[str] = "model.safetensors"  # of tensors
     # Checkpoints hold a "copy" of the target's embedding, "may" hold it or their own, or hold "none".
@@ -106,7 +106,7 @@ class Layout(ABC):
         tensors = renamed(tensors, {theirs: ours for ours, theirs in self.names.items()})
         if self.d2t and (d2t := tensors.pop("d2t", None)) is not None:
             tensors[VOCAB] = d2t + torch.arange(len(d2t))
-        return tensors
+        return tensors | ({VOCAB: tensors[VOCAB].long()} if VOCAB in tensors else {})
 
     def give(self, tensors: Tensors) -> Tensors:
         """Our tensors under their names."""
@@ -145,9 +145,9 @@ class Layout(ABC):
 
 class EagleLayout(Layout):
     """EAGLE-1/2: config.json is the target's with one layer; the file has a copy of the target's embedding.
-    It has no mark: what no other layout knows is read as this one."""
+    Nothing marks it: what no other layout knows is read as this one."""
 
-    keys, embedding, vocabulary = LAYER | {"bias"}, "copy", False
+    keys, mark, embedding, vocabulary = LAYER | {"bias"}, "", "copy", False
 
     def sizes(self, config: Config, tensors: Tensors) -> EagleConfig:
         check_size("hidden_size", config.get("hidden_size"), self.target.width)
@@ -359,9 +359,7 @@ class VLLMMedusaLayout(MedusaLayout):
         config = {"architectures": ["MedusaModel"], "model_type": "medusa", "vocab_size": self.target.vocab}
         return config | {key: getattr(head, size) for key, size in self.of_head.items()}
 
-    def take(self, tensors: Tensors) -> Tensors:
-        tensors = Layout.take(self, tensors)
-        return tensors | ({VOCAB: tensors[VOCAB].long()} if VOCAB in tensors else {})
+    take = Layout.take
 
     def give(self, tensors: Tensors) -> Tensors:
         public = Layout.give(self, tensors)

@@ -2,7 +2,7 @@
 
 A session's host work for each text would leave a GPU idle. Here a step is one captured graph over all texts,
 and the host looks at them every few steps. All texts of a call end on the same slot of the cache: prompts
-are padded on their left. Rounding depends on the neighbours, which training data may.
+are padded on their left. Rounding depends on the neighbours, which is harmless in training data.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +20,11 @@ from slipstream.targets.shadow_model import twin
 
 ATTENTION = "slipstream_wide"
 SPAN = 128  # slots by which what a step reads grows
-LOOK = 16  # steps between two looks at which texts have ended
+LOOK = 16  # steps between two checks of which texts have ended
 LEAST = 64  # rows below which a batch is not made smaller
 SHARE = 0.45  # of a GPU's free memory for keys and values
 CHUNK = 2**16  # tokens of prompts that are read at once
-# Texts and batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
+# Texts and batches differ in shape. cuDNN plans for each new shape, which takes longer than a step.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

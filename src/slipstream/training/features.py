@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,21 +19,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.core.target import Target
-from slipstream.files import cache_home, note
+from slipstream.files import cache_home
 from slipstream.training.data import Example
 
 # Keys of a configuration that change no state, or that the precision implies. The model's path begins with _.
 UNREAD = ("architectures", "dtype", "transformers_version")
+Batches = Sequence[Sequence[int]]  # indices of examples
 
 
 class Features:
     """The target's taps at every token of every example.
 
-    Each tap has a file of its own, which all runs on the same examples share. It holds tokens in the order of
-    the batches, shortest first, so a run continues what another or a killed process has written.
+    Each tap has a file, which all runs on the same examples share. It holds tokens in the order of the
+    batches, shortest first. So a run continues what another or a killed process has written.
 
     Args:
-        batches: indices of examples of similar length, which pass through the target together.
+        batches: examples of similar length, which pass through the target together.
         budget: bytes on disk. Batches beyond it are computed whenever they are needed.
     """
 
@@ -40,7 +42,7 @@ class Features:
         self,
         target: Target,
         examples: Sequence[Example],
-        batches: Sequence[Sequence[int]],
+        batches: Batches,
         taps: tuple[str, ...],
         budget: int,
     ) -> None:
@@ -81,7 +83,7 @@ class Features:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    note("another run reads features of this data: waiting for it")
+                    print("another run reads features of this data: waiting for it", file=sys.stderr)
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 files = [stack.enter_context(open(path, "ab")) for path in self.paths]
                 done = [_whole_rows(file, row) for file, row in zip(files, self._rows, strict=True)]

@@ -11,15 +11,15 @@ from slipstream.provenance import suggested
 from slipstream.training.dedup import loops
 from slipstream.training.generators import Messages, Prompt, TextWriter, Written, has_room, wrapped
 
-PLACE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
+PLACE = "\u2983slipstream\u2984"  # a user's message that marks its place in the rendered template
 ASK = "regenerate prompts.jsonl --out answers.jsonl"
 PATIENCE = 5  # batches' worth of tries without a usable prompt, after which synthesis stops
-WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
-FIRST = 32  # tokens of a raw text that a target without a chat template begins and goes on with
+WORDS = (4, 200)  # the fewest and the most tokens of a prompt that the target writes
+FIRST = 32  # tokens that begin a raw text, of a target without a chat template
 LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
 TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
-UNUSED = 0.75  # of a prompt that is not used is not counted; of all, a kind that never fits took all turns
-TRIES = 30  # answers that are looked at to find one
+UNUSED = 0.75  # of an unused prompt is not counted; if all were, a kind that never fits would take all turns
+TRIES = 30  # answers that are examined to find a fitting one
 FREE = {  # kinds whose prompts need nothing before them, and words that begin them
     "any": [""],
     "maths": [

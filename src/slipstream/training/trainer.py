@@ -342,6 +342,7 @@ class Trainer:
         progress = self.progress
         predicted = {name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")}
         predicted |= {"tree": self.recipe.head.tree, "texts": len(self.recorded.tokens)}
+        files = dict.fromkeys(Path(file).name for stage in self.stages for file in stage.data.files)
         return {
             "predicted": predicted,
             "trained_tokens": progress.trained,
@@ -350,9 +351,7 @@ class Trainer:
             "stage": progress.stage,
             "step": progress.step,
             "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
-            "data": list(
-                dict.fromkeys(Path(file).name for stage in self.stages for file in stage.data.files)
-            ),
+            "data": [*files],
         }
 
     def _save(self, optimizer: Any) -> None:
