@@ -120,11 +120,8 @@ class TargetWriter(TextWriter):
     ) -> list[Written]:
         sampling: Any = {"temperature": temperature, "seed": seed or 0}
         settings = Settings.of(self.target, limit, **sampling)
-        if (
-            not BatchGenerator.serves(self.target)
-            or settings.sampling != Sampling(**sampling)
-            or settings.stop
-        ):
+        plain = settings.sampling == Sampling(**sampling) and not settings.stop
+        if not (plain and BatchGenerator.serves(self.target)):
             answers = generate(self.target, prompts, "vanilla", max_new_tokens=limit, **sampling)
             return [Written(answer.text, answer.finish == "eos") for answer in answers]
         assert isinstance(self.target, HFTarget) and self.target.text is not None

@@ -125,7 +125,7 @@ def synthesize_prompts(
     known = {key for row in rows[:begin] for key in _keys(_asked(row))}
     late = {_key(_asked(row)) for row in rows[begin:]}  # a server may write others than these now
     for start in range(begin, n if done < n else 0, batch):
-        # At most a share of a unit makes up for a kind's lack: one that never fits took all turns.
+        # At most a share of a unit makes up for a kind's lack: one that never fits would take all turns.
         least = max(per_kind.values(), default=0) - batch / len(kinds)
         by_number = sorted(kinds, key=lambda kind: per_kind[kind])
         counts = {kind: max(float(per_kind[kind]), least) for kind in by_number}
