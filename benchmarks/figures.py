@@ -16,8 +16,8 @@ import growth
 from heads import HeadsReport
 from peers import PeersReport
 from slipstream.measure.results import TuneReport
-from slipstream.training.progress import Evaluation
 from slipstream.training.run import draw
+from slipstream.training.trainer import Evaluation
 from table import write_tables
 from throughput import ThroughputReport
 

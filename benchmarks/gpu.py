@@ -55,7 +55,7 @@ from slipstream.targets import HFTarget
 from slipstream.targets.load import device_of
 from slipstream.targets.prompts import encode
 from slipstream.targets.quantized import KINDS
-from slipstream.training.batch_generation import Wide
+from slipstream.training.batch_generation import BatchGenerator
 
 MODES = ("eager", "described", "compiled", "captured")
 UNCOMPILED = MODES[:2]
@@ -207,7 +207,7 @@ def prove_at_once(target: HFTarget, max_new_tokens: int = 48) -> Proof:
     Args:
         target: as `prove` takes it.
     """
-    wide, plain = Wide(target, (), slots=2**14), _texts(target, "vanilla", 0.0, max_new_tokens)
+    wide, plain = BatchGenerator(target, (), slots=2**14), _texts(target, "vanilla", 0.0, max_new_tokens)
     sizes, asked = (8, 32, 8, 1, 32), _prompts(target)
     batches = [wide.write(asked * n, 0.0, max_new_tokens, seed=1) == plain * n for n in sizes]
     return Proof(drafter="texts at once", temperature=0.0, same=all(batches))

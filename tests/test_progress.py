@@ -7,8 +7,8 @@ from rich.console import Console
 
 from slipstream import provenance as command
 from slipstream.progress import bars
-from slipstream.training.progress import Seen
 from slipstream.training.run import Watch
+from slipstream.training.trainer import StepFigures
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 120])
@@ -18,7 +18,7 @@ def test_a_bar_is_read_at_any_width(width):
     shown = bars(console)
     watch = Watch(shown)
     watch.filling("answering held-out prompts", 1_048_576)(1_000_000)
-    watch.show(Seen(0, 1000, 4567, 3.1234, 0.456, 12345.6, 2.31))
+    watch.show(StepFigures(0, 1000, 4567, 3.1234, 0.456, 12345.6, 2.31))
     console.print(shown.get_renderable())
     words, filling, note, stage = console.file.getvalue().splitlines()
     assert words.startswith("answering held-out prompts")
@@ -38,7 +38,7 @@ def test_a_notebook_gets_a_bar_unless_the_caller_has_one(monkeypatch, capsys):
     def work(progress=lambda *_: None):
         progress("a step")
         progress(3, 8)
-        progress(Seen(0, 5, 10, 3.1234, 0.456, 12345.6, 2.31))
+        progress(StepFigures(0, 5, 10, 3.1234, 0.456, 12345.6, 2.31))
 
     work()
     assert capsys.readouterr().err == ""

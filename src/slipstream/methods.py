@@ -68,7 +68,7 @@ def _head(
     prefix: str,
     help: str,
     layouts: dict[str, str] | None = None,
-    room: str = "methods",
+    room: str = "objectives",
 ) -> Method:
     """A trained drafter. Its classes' names begin with `prefix`, and `room` is its objective's module."""
     return Method(
@@ -122,7 +122,7 @@ TABLE = (
         "fasteagle",
         "FastEagle",
         "guesses several states in one pass",
-        {"fasteagle-vllm": "fasteagle:FastEagleLayout"},
+        {"fasteagle-vllm": "layouts:FastEagleLayout"},
     ),
     _head(
         "medusa",

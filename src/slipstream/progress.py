@@ -44,7 +44,7 @@ def in_notebook() -> bool:
 @contextmanager
 def notebook_bar(name: str) -> Iterator[Callable[..., None]]:
     """A bar below a notebook's cell, of text: it needs no widgets. Yields what takes the reports of
-    `progress`: the step under way, a count and its total, or `training.progress.Seen`."""
+    `progress`: the step under way, a count and its total, or `training.trainer.StepFigures`."""
     from tqdm.std import tqdm
 
     with tqdm(desc=name) as bar:

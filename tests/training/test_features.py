@@ -53,7 +53,7 @@ def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, feature
     fresh.fill(told.append)
     assert told[0] == sum(len(examples[i].tokens) for batch in pack(examples, 64)[:2] for i in batch)
     online = Features(chat, examples, pack(examples, 64), ("final",), 0)
-    assert (online.kept, online.bytes) == (0, 0)
+    assert (online.stored, online.bytes) == (0, 0)
     for b in range(len(fresh.batches)):
         assert all(torch.equal(x, y) for x, y in zip(fresh.of(b), online.of(b), strict=True))
     assert list((cache_home() / "features").iterdir()) == [fresh.paths[0].parent]

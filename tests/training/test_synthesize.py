@@ -13,7 +13,7 @@ from slipstream.engine.generate import generate
 from slipstream.files import locked
 from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples
-from slipstream.training.generators import Asked, ServerWriter, TargetWriter, Writer, Written
+from slipstream.training.generators import ServerWriter, TargetWriter, TextRequest, TextWriter, Written
 from slipstream.training.synthesize import Answers, regenerate, synthesize, templated
 
 ROWS = [
@@ -50,7 +50,7 @@ def test_a_target_answers_a_batch_at_once_whatever_its_temperatures(chat, monkey
         return write(self, prompts, temperature, limit, seed)
 
     monkeypatch.setattr(TargetWriter, "_write", counted)
-    asked = [Asked(rows[:1], temperature, 0) for rows, temperature in zip(ROWS, cycle([0.0, 0.7]))]
+    asked = [TextRequest(rows[:1], temperature, 0) for rows, temperature in zip(ROWS, cycle([0.0, 0.7]))]
     made = list(TargetWriter(chat).answer(asked, 8, 6))
     assert sizes == [3, 3, 1]
     greedy = [generate(chat, rows[:1], max_new_tokens=8).text.strip() for rows in ROWS[::2]]
@@ -223,7 +223,7 @@ def test_synthesis_goes_on_with_what_is_there(chat, tmp_path):
     assert lines(out)[2]["messages"][1]["content"] == "to ijkl"
 
 
-class Known(Writer):
+class Known(TextWriter):
     """A writer whose prompts are known."""
 
     def __init__(self, *texts: str) -> None:
@@ -352,7 +352,7 @@ def test_what_waits_for_a_full_server_ends_with_its_run(server):
     """Ctrl-C went on asking for an hour."""
     url, _, refusals = server
     writer = ServerWriter(url)
-    answers = writer.answer([Asked(ROWS[i % len(ROWS)], 0.5, None) for i in range(3)], 8, 1)
+    answers = writer.answer([TextRequest(ROWS[i % len(ROWS)], 0.5, None) for i in range(3)], 8, 1)
     next(answers)
     refusals += [429] * 60
     answers.close()

@@ -1,54 +1,92 @@
-"""How others write heads: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, two Medusas."""
+"""How others write heads: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, two Medusas, and
+FastEagle, which our plugin of vLLM reads."""
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from slipstream.core.drafter import INPUT
+from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
 from slipstream.drafters.eagle import EagleConfig
 from slipstream.drafters.eagle3 import Eagle3Config
-from slipstream.drafters.heads import rows_of
+from slipstream.drafters.fasteagle import FastEagleConfig
+from slipstream.drafters.heads import HeadConfig, block_taps, rows_of
+from slipstream.drafters.layers import ACTIVATIONS, SCALED, LayerConfig
 from slipstream.drafters.medusa import MedusaConfig
 from slipstream.drafters.store import VOCAB
-from slipstream.interop.sizes import IDS, NESTED, SHARED, described, fits, layer, taps, written
+from slipstream.interop.vllm_plugin import FASTEAGLE
 from slipstream.methods import METHODS
-
-BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")  # of a Medusa head, as we name it
-
 
 Config = dict[str, Any]  # what a config.json holds
 Tensors = dict[str, Tensor]
+FOR_ITS_TARGET = "import it for the target it was made for"
+SIZES = [f.name for f in fields(LayerConfig)]
+# Keys of a layer that are read here.
+LAYER = {*SIZES, "num_hidden_layers", "vocab_size", "rope_parameters", "partial_rotary_factor", "qkv_bias",
+         "model_type"} - {"output_bias"}  # fmt: skip
+# Keys of the target's config.json that a head's does not copy: they would change its layer.
+NOT_COPIED = {"rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window",
+              "use_sliding_window", "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path",
+              "transformers_version"}  # fmt: skip
+IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
+# Keys on files, tokens, training and limits, and on experts: a head with experts would have their tensors.
+_INERT = """
+architectures auto_map base_model_name_or_path modal_type model_type target_model_type dtype torch_dtype
+transformers_version speculators_version speculators_model_type speculators_config slipstream
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id image_token_id video_token_id
+audio_token_id vision_start_token_id vision_end_token_id mask_token_id attention_dropout hidden_dropout
+embd_pdrop resid_pdrop attn_pdrop dropout initializer_range use_cache max_position_embeddings
+original_max_position_embeddings max_window_layers tie_word_embeddings pretraining_tp id2label label2id
+problem_type is_encoder_decoder is_decoder output_attentions output_hidden_states return_dict
+chunk_size_feed_forward gradient_checkpointing attn_implementation num_experts num_local_experts
+num_experts_per_tok experts_per_token moe_intermediate_size norm_topk_prob decoder_sparse_step
+mlp_only_layers output_router_logits router_aux_loss_coef shared_expert_intermediate_size has_lm_head
+num_eagle_features num_aux_hidden_states num_target_layers ttt_length ttt_steps max_paths topk
+medusa_choices eagle_config.next_layer_regular eagle_config.parallel_draft_heads_num_layers
+"""
+INERT = set(_INERT.split())
+# Keys of which one value alone is implemented here.
+ONLY: Config = {
+    "is_causal": True,
+    "layer_types": ["full_attention"],
+    "eagle_config.use_aux_hidden_state": True,
+    "eagle_config.use_input_layernorm_in_first_layer": True,
+    "eagle_config.use_last_layernorm": True,
+    "eagle_config.parallel_draft_step": 1,
+    "eagle_config.eagle_decoder_type": "llama",
+}
+LLAMA = LlamaConfig().to_dict()
 
 
 class Layout(ABC):
-    """A public format of a method's weights, for one target.
+    """A public format of a method's weights, for one target."""
 
-    Attributes:
-        notes: on what was read or written, for the user.
-        keys: keys of config.json that are read.
-        file: name of the file of tensors.
-        embedding: checkpoints always hold a "copy" of the target's embedding, "may" hold it or one of their
-            own, or hold "none".
-        vocabulary: the draft vocabulary is stored in tensors; otherwise in our own key of config.json.
-    """
-
-    keys: ClassVar[set[str]]
-    file: ClassVar[str] = "model.safetensors"
+    keys: ClassVar[set[str]]  # of config.json that are read
+    mark: ClassVar[str] = "(?!)"  # regular expression of a tensor, key or architecture of no other layout
+    names: ClassVar[Mapping[str, str]] = {}  # beginnings of our tensors' names and theirs; {} is a number
+    file: ClassVar[str] = "model.safetensors"  # of tensors
+    # Checkpoints hold a "copy" of the target's embedding, "may" hold it or their own, or hold "none".
     embedding: ClassVar[Literal["copy", "may", "none"]] = "may"
-    vocabulary: ClassVar[bool] = True
+    vocabulary: ClassVar[bool] = True  # the draft vocabulary is a tensor, not our own key of config.json
+    d2t: ClassVar[bool] = False  # that tensor is d2t [Vd]: target id = i + d2t[i]
+    tree: ClassVar[str] = "fig9"  # the drafter's default, which may name sizes of the head, such as {depth}
+    notes: list[str]  # on what was read or written, for the user
 
     def __init__(self, target: Target) -> None:
-        self.target = target
-        self.notes: list[str] = []
+        self.target, self.notes = target, []
 
-    @abstractmethod
     def knows(self, config: Config, tensors: Tensors) -> bool:
-        """Whether a checkpoint is written in this layout."""
+        """Whether a checkpoint is written in this layout. By default, whether it has the layout's `mark`."""
+        words = ["", *tensors, *config, *(config.get("architectures") or [])]
+        return any(re.match(self.mark, word) for word in words)
 
     @abstractmethod
     def sizes(self, config: Config, tensors: Tensors) -> Any:
@@ -63,36 +101,58 @@ class Layout(ABC):
         """config.json without sections."""
         return config
 
-    def tree(self, sizes: Any) -> str:
-        """The drafter's default tree."""
-        return "fig9"
-
-    def own_embedding(self, sizes: Any) -> bool:
-        """Whether a head of these sizes has an embedding of its own."""
-        return False
-
     def take(self, tensors: Tensors) -> Tensors:
         """Their tensors under our names. Raises ValueError."""
-        return tensors
+        tensors = renamed(tensors, {theirs: ours for ours, theirs in self.names.items()})
+        if self.d2t and (d2t := tensors.pop("d2t", None)) is not None:
+            tensors[VOCAB] = d2t + torch.arange(len(d2t))
+        return tensors | ({VOCAB: tensors[VOCAB].long()} if VOCAB in tensors else {})
 
     def give(self, tensors: Tensors) -> Tensors:
         """Our tensors under their names."""
-        return tensors
+        public = renamed(tensors, self.names)
+        if self.d2t and (vocab := public.pop(VOCAB, None)) is not None:
+            public["d2t"] = vocab.long() - torch.arange(len(vocab))
+        return public
+
+    def _described(self, head: HeadConfig) -> Config:
+        """What config.json copies from the target's, and the layer's sizes under Hugging Face's names."""
+        copied = {key: value for key, value in self.target.described.items() if key not in NOT_COPIED}
+        sizes = {name: getattr(head, name) for name in SIZES}
+        output_bias, scaling = sizes.pop("output_bias"), sizes.pop("rope_scaling")
+        if head.attention_bias and not output_bias:
+            sizes["qkv_bias"] = True
+        rope = {"rope_type": "default", **(scaling or {}), "rope_theta": head.rope_theta}
+        sizes |= {"rope_parameters": rope} | ({"rope_scaling": scaling} if scaling else {})
+        return {**copied, "num_hidden_layers": 1, **sizes}
+
+    def _layer(self, config: Config, tensors: Tensors) -> dict[str, Any]:
+        """Sizes of a head's one layer, checked against the target. Raises ValueError."""
+        for name, own in (("num_hidden_layers", 1), ("vocab_size", self.target.vocab)):
+            check_size(name, config.get(name, own), own)
+        if missing := [name for name in ("intermediate_size", "num_attention_heads") if name not in config]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {activation!r}; available: {', '.join(ACTIVATIONS)}")
+        heads = config["num_attention_heads"]
+        defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
+        sizes = {name: config[name] for name in SIZES if config.get(name) is not None}
+        biases = [config[name] for name in ("qkv_bias", "attention_bias") if config.get(name) is not None]
+        bias = bool(biases[0]) if biases else config.get("model_type") == "qwen2"
+        output_bias = any(name.endswith("self_attn.o_proj.bias") for name in tensors)
+        return {**defaults, **sizes, **_rope(config), "attention_bias": bias, "output_bias": output_bias}
 
 
 class EagleLayout(Layout):
-    """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's
-    embedding."""
+    """EAGLE-1/2: config.json is the target's with one layer; the file has a copy of the target's embedding.
+    Nothing marks it: what no other layout knows is read as this one."""
 
-    keys, embedding, vocabulary = SHARED | {"bias"}, "copy", False
-
-    def knows(self, config: Config, tensors: Tensors) -> bool:
-        return True  # nothing marks it: what no other layout knows is read as this one
+    keys, mark, embedding, vocabulary = LAYER | {"bias"}, "", "copy", False
 
     def sizes(self, config: Config, tensors: Tensors) -> EagleConfig:
+        check_size("hidden_size", config.get("hidden_size"), self.target.width)
         has_bias = config.get("bias") is not False  # of the fc: the key's absence means that there is one
-        fits("hidden_size", config.get("hidden_size"), self.target.width)
-        return EagleConfig(**layer(config, tensors, self.target), bias=has_bias)
+        return EagleConfig(**self._layer(config, tensors), bias=has_bias)
 
     def config(self, head: EagleConfig, name: str) -> Config:
         if head.input_norm:
@@ -106,7 +166,7 @@ class EagleLayout(Layout):
             )
         bias = {} if head.bias else {"bias": False}
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        return {**described(self.target), **written(head), **bias, **llama}
+        return {**self._described(head), **bias, **llama}
 
     def give(self, tensors: Tensors) -> Tensors:
         if "fc.bias" in tensors:
@@ -121,15 +181,12 @@ class EagleLayout(Layout):
 class SGLangEagleLayout(EagleLayout):
     """The same as SGLang reads it, whose fc always has a bias, and whose class has a name of its own."""
 
-    name = "LlamaForCausalLMEagle"
-
-    def knows(self, config: Config, tensors: Tensors) -> bool:
-        return self.name in (config.get("architectures") or [])
+    mark = "LlamaForCausalLMEagle$"
 
     def config(self, head: EagleConfig, name: str) -> Config:
-        made = super().config(head, name) | {"architectures": [self.name]}
-        made.pop("bias", None)  # one of attention's there
-        return made
+        config = super().config(head, name) | {"architectures": [self.mark[:-1]]}
+        config.pop("bias", None)  # one of attention's there
+        return config
 
     def give(self, tensors: Tensors) -> Tensors:
         weight = tensors["fc.weight"]
@@ -137,19 +194,16 @@ class SGLangEagleLayout(EagleLayout):
 
 
 class Eagle3Layout(Layout):
-    """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary (target id = i + d2t[i]).
+    """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary.
 
     Two keys name the states that it reads, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of
     blocks (vLLM), the same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
     """
 
-    layer = "midlayer."
+    mark, d2t = r"midlayer\.", True
     flags: ClassVar = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
     own: ClassVar = (*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
-    keys: ClassVar = SHARED | {*own, f"{NESTED}{IDS}", f"{NESTED}norm_before_fc"}
-
-    def knows(self, config: Config, tensors: Tensors) -> bool:
-        return any(name.startswith(self.layer) for name in tensors)
+    keys: ClassVar = LAYER | {*own, f"{NESTED}{IDS}", f"{NESTED}norm_before_fc"}
 
     def flat(self, config: Config) -> Config:
         nested = {f"{NESTED}{name}": value for name, value in (config.get("eagle_config") or {}).items()}
@@ -157,21 +211,19 @@ class Eagle3Layout(Layout):
 
     def sizes(self, config: Config, tensors: Tensors) -> Eagle3Config:
         H, wide = config.get("hidden_size"), config.get("target_hidden_size")
-        fits("target_hidden_size" if wide else "hidden_size", wide or H, self.target.sizes.hidden_size)
+        target_width = self.target.sizes.hidden_size
+        check_size("target_hidden_size" if wide else "hidden_size", wide or H, target_width)
         flags: dict[str, Any] = {name: bool(config.get(name)) for name in self.flags}
         flags["norm_before_fc"] = bool(config.get(f"{NESTED}norm_before_fc", flags["norm_before_fc"]))
-        own = bool(config.get("embed_requires_grad")) or self.target.sizes.hidden_size != H
+        own_embedding = bool(config.get("embed_requires_grad")) or target_width != H
         return Eagle3Config(
-            **layer(config, tensors, self.target),
+            **self._layer(config, tensors),
             **flags,
-            taps=taps(config, self.target.sizes.blocks),
+            taps=_taps(config, self.target.sizes.blocks),
             draft_vocab_size=config.get("draft_vocab_size") or self.target.vocab,
             target_hidden_size=0 if wide in (None, H) else wide,
-            vocab_size=self.target.vocab if own else 0,
+            vocab_size=self.target.vocab if own_embedding else 0,
         )
-
-    def own_embedding(self, sizes: Eagle3Config) -> bool:
-        return sizes.vocab_size > 0
 
     def config(self, head: Eagle3Config, name: str) -> Config:
         inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]
@@ -180,39 +232,38 @@ class Eagle3Layout(Layout):
                 f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in "
                 "ascending order: train one that reads those (head.taps)"
             )
-        own: Config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-        own |= {"tie_word_embeddings": False}
-        own |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
-        own |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
-        own |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
-        nested = {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}
-        return {**described(self.target), **written(head), **own, "eagle_config": nested}
+        config = self._described(head) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+        config |= {"tie_word_embeddings": False}
+        config |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
+        config |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
+        config |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
+        return config | {"eagle_config": {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}}
 
     def take(self, tensors: Tensors) -> Tensors:
-        taken = {name.replace(self.layer, "midlayer.", 1): tensor for name, tensor in tensors.items()}
-        d2t, t2d = taken.pop("d2t", None), taken.pop("t2d", None)
-        if d2t is not None:
-            taken[VOCAB] = d2t + torch.arange(len(d2t))
-            if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], taken[VOCAB]):
-                raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
-        return taken
+        tensors = super().take(tensors)
+        t2d = tensors.pop("t2d", None)
+        if (
+            t2d is not None
+            and VOCAB in tensors
+            and not torch.equal(t2d.bool().nonzero()[:, 0], tensors[VOCAB])
+        ):
+            raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
+        return tensors
 
     def give(self, tensors: Tensors) -> Tensors:
-        given = {name.replace("midlayer.", self.layer, 1): tensor for name, tensor in tensors.items()}
-        if (vocab := given.pop(VOCAB, None)) is not None:
-            given["d2t"] = vocab.long() - torch.arange(len(vocab))
-            given["t2d"] = torch.zeros(self.target.vocab, dtype=torch.bool).index_fill_(0, vocab.long(), True)
-        return given
+        public = super().give(tensors)
+        if VOCAB in tensors:
+            ids = tensors[VOCAB].long()
+            public["t2d"] = torch.zeros(self.target.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        return public
 
 
 @final
 class SpeculatorsLayout(Eagle3Layout):
     """The same in the vLLM project's speculators: the layer's sizes in `transformer_layer_config`."""
 
-    layer = "layers.0."
-
-    def knows(self, config: Config, tensors: Tensors) -> bool:
-        return "speculators_model_type" in config
+    mark = "speculators_model_type$"
+    names: ClassVar = {"midlayer.": "layers.0."}
 
     def flat(self, config: Config) -> Config:
         if (kind := config["speculators_model_type"]) != "eagle3":
@@ -229,11 +280,11 @@ class SpeculatorsLayout(Eagle3Layout):
 
     def config(self, head: Eagle3Config, name: str) -> Config:
         flat = super().config(head, name)
+        layer = {name: value for name, value in flat.items() if name not in (*self.own, "eagle_config")}
         greedy = {"proposal_type": "greedy", "speculative_tokens": 3}
         greedy |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-        verifier = {"name_or_path": name, "architectures": self.target.described.get("architectures") or []}
         proposing = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [greedy]}
-        layer = {name: value for name, value in flat.items() if name not in (*self.own, "eagle_config")}
+        verifier = {"name_or_path": name, "architectures": self.target.described.get("architectures") or []}
         return {
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3DraftModel"],
@@ -245,45 +296,35 @@ class SpeculatorsLayout(Eagle3Layout):
 
 
 class MedusaLayout(Layout):
-    """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and behind the blocks the LM head. Its
-    config.json may count fewer heads than the file has, which counts."""
+    """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and after the blocks the LM head. Its
+    config.json may count fewer heads than the file has; the file is right."""
 
     file, embedding = "medusa_lm_head.safetensors", "none"
     keys: ClassVar = {"medusa_num_heads", "medusa_num_layers", "version"}  # which the tensors say, too
-    block: ClassVar = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-
-    def knows(self, config: Config, tensors: Tensors) -> bool:
-        return any(map(self.block.fullmatch, tensors))
+    mark, tree = r"\d+\.\d+\.linear\.(weight|bias)$", "best-first-{depth}x16"
 
     def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
-        blocks = [match for match in map(BLOCK.fullmatch, tensors) if match]
-        depth, layers = (1 + max((int(match[i]) for match in blocks), default=-1) for i in (1, 2))
+        depth, layers = _medusa_sizes(tensors)
         shared, bias = "lm_heads.0.weight" not in tensors, "blocks.0.0.bias" in tensors
         if shared:
             self.notes.append("lm_heads: absent, the target's LM head is used at every depth")
         H = tensors["blocks.0.0.weight"].shape[1]
-        own = len(tensors[VOCAB]) if VOCAB in tensors else self.target.vocab
-        Vd = own if shared else len(tensors["lm_heads.0.weight"])
-        if self.target.width != H or Vd != own:
+        drafted = len(tensors[VOCAB]) if VOCAB in tensors else self.target.vocab
+        Vd = drafted if shared else len(tensors["lm_heads.0.weight"])
+        if self.target.width != H or Vd != drafted:
             raise ValueError(
                 f"LM heads of {Vd} tokens and width {H}; this target has {self.target.vocab} and "
-                f"{self.target.width}: import it for the target it was made for"
+                f"{self.target.width}: {FOR_ITS_TARGET}"
             )
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
-
-    def tree(self, sizes: MedusaConfig) -> str:
-        return f"best-first-{sizes.depth}x16"
 
     def config(self, head: MedusaConfig, name: str) -> Config:
         sizes = {"medusa_num_heads": head.depth, "medusa_num_layers": head.layers}
         return sizes | {"base_model_name_or_path": name}
 
     def take(self, tensors: Tensors) -> Tensors:
-        blocks = (match for match in map(self.block.fullmatch, tensors) if match)
-        last = dict(sorted((match[1], int(match[2])) for match in blocks))
-        renamed = {f"{i}.{n + 1}.weight": f"lm_heads.{i}.weight" for i, n in last.items()}
-        block = self.block
-        return {renamed.get(k, block.sub(r"blocks.\1.\2.\3", k)): tensor for k, tensor in tensors.items()}
+        blocks = renamed(tensors, {"{}.{}.linear.": "blocks.{}.{}."})
+        return renamed(blocks, {f"{{}}.{_medusa_sizes(blocks)[1]}.": "lm_heads.{}."})
 
     def give(self, tensors: Tensors) -> Tensors:
         if VOCAB in tensors:
@@ -291,74 +332,120 @@ class MedusaLayout(Layout):
                 f"this head drafts {len(tensors[VOCAB])} of {self.target.vocab} tokens, which layout medusa "
                 "cannot express: export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
-        layers = 1 + max(int(match[2]) for match in map(BLOCK.fullmatch, tensors) if match)
-
-        def named(name: str) -> str:
-            return re.sub(r"lm_heads\.(\d+)", rf"\1.{layers}", BLOCK.sub(r"\1.\2.linear.\3", name))
-
-        return {named(name): tensor for name, tensor in tensors.items()}
+        lm_heads = f"{{}}.{_medusa_sizes(tensors)[1]}."
+        return renamed(tensors, {"blocks.{}.{}.": "{}.{}.linear.", "lm_heads.{}.": lm_heads})
 
 
 @final
 class VLLMMedusaLayout(MedusaLayout):
     """The same as vLLM and other engines read it; `token_map` is the draft vocabulary."""
 
-    file = Layout.file
-    keys: ClassVar = {
-        "num_heads", "num_hidden_layers", "medusa_fc_bias", "hidden_size", "vocab_size",
-        "truncated_vocab_size", "original_lm_head",
-    }  # fmt: skip
-
-    def knows(self, config: Config, tensors: Tensors) -> bool:
-        return any(name.startswith("blocks.0.layers.") for name in tensors)
+    file, mark = Layout.file, r"blocks\.0\.layers\."
+    of_head: ClassVar = {"hidden_size": "hidden_size", "truncated_vocab_size": "draft_vocab_size",
+                         "num_heads": "depth", "num_hidden_layers": "layers", "medusa_fc_bias": "bias",
+                         "original_lm_head": "shared"}  # fmt: skip
+    keys: ClassVar = {*of_head, "vocab_size"}
+    names: ClassVar = {"blocks.{}.": "blocks.{}.layers.", VOCAB: "token_map"}
 
     def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
         theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
         if theirs is not None and not close(theirs, lm_head_rows(self.target, tensors.get(VOCAB))):
             raise ValueError(
-                "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it for "
-                "the target it was made for"
+                f"original_lm_head=True, and lm_heads.0.weight is not this target's LM head: {FOR_ITS_TARGET}"
             )
         return super().sizes(config, tensors)
 
     def config(self, head: MedusaConfig, name: str) -> Config:
-        return {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": head.hidden_size,
-            "vocab_size": self.target.vocab,
-            "truncated_vocab_size": head.draft_vocab_size,
-            "num_heads": head.depth,
-            "num_hidden_layers": head.layers,
-            "medusa_fc_bias": head.bias,
-            "original_lm_head": head.shared,
-        }
+        config = {"architectures": ["MedusaModel"], "model_type": "medusa", "vocab_size": self.target.vocab}
+        return config | {key: getattr(head, size) for key, size in self.of_head.items()}
 
-    def take(self, tensors: Tensors) -> Tensors:
-        taken = {re.sub(r"(blocks\.\d+)\.layers\.", r"\1.", name): tensor for name, tensor in tensors.items()}
-        if (vocab := taken.pop("token_map", None)) is not None:
-            taken[VOCAB] = vocab.long()
-        return taken
+    take = Layout.take
 
     def give(self, tensors: Tensors) -> Tensors:
-        given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
-        if "lm_heads.0.weight" not in given:
-            own = lm_head_rows(self.target, tensors.get(VOCAB))
-            given["lm_heads.0.weight"] = own.to(tensors["blocks.0.0.weight"].dtype)
-        if (vocab := given.pop(VOCAB, None)) is not None:
-            given["token_map"] = vocab.long()
-            if "lm_heads.1.weight" in given:
+        public = Layout.give(self, tensors)
+        if "lm_heads.0.weight" not in public:
+            rows = lm_head_rows(self.target, tensors.get(VOCAB))
+            public["lm_heads.0.weight"] = rows.to(tensors["blocks.0.0.weight"].dtype)
+        if VOCAB in tensors:
+            public["token_map"] = tensors[VOCAB].long()
+            if "lm_heads.1.weight" in public:
                 self.notes.append(
                     "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads "
                     "of its own: for vLLM train one with head.draft_vocab=0"
                 )
-        return given
+        return public
 
 
-def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
-    """The rows of the target's LM head that say a draft vocabulary, by default all."""
-    lm_head = target.lm_head(None if vocab is None else vocab.long())
-    return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()
+@final
+class FastEagleLayout(Layout):
+    """FastEagle for our plugin of vLLM (`vllm_fasteagle`): no other engine knows it.
+
+    config.json is that of an EAGLE-3 head with N layers. Further tensors are d2t, the LM head's rows of that
+    vocabulary, and the target's last norm, because engines hand over the final state before it.
+    """
+
+    keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS, "num_hidden_layers"}
+    embedding, mark, d2t, tree = "none", f"{FASTEAGLE}$", True, "best-first-{depth}x8"
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.draft_vocab = target.vocab  # tokens of the head that was written
+
+    def sizes(self, config: Config, tensors: Tensors) -> FastEagleConfig:
+        depth, blocks = config.get("num_hidden_layers"), self.target.sizes.blocks
+        check_size("hidden_size", config.get("hidden_size"), self.target.width)
+        ids = config.get(IDS) or []
+        if not (isinstance(depth, int) and depth > 0 and ids and all(0 <= i <= blocks for i in ids)):
+            raise ValueError(f"num_hidden_layers={depth!r} and {IDS}={ids!r} name no layers of this target")
+        flags: Any = {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
+        taps = tuple(FINAL if i == blocks else f"{INPUT}{i}" for i in ids)
+        sizes: Any = self._layer(config | {"num_hidden_layers": 1}, tensors)
+        return FastEagleConfig(**sizes, taps=taps, depth=depth, **flags)
+
+    def config(self, head: FastEagleConfig, name: str) -> Config:
+        blocks = self.target.sizes.blocks
+        ids = [blocks if tap == FINAL else int(tap.removeprefix(INPUT)) for tap in head.taps]
+        if ids != sorted(set(ids)):
+            raise ValueError(
+                f"this head reads {', '.join(map(repr, head.taps))}, and engines hand states over in "
+                "ascending order, the final one last: train one that reads them so (head.taps)"
+            )
+        if head.rank:
+            raise ValueError(
+                "this head's laws know the token above them (head.rank), which vLLM's way of drafting cannot "
+                "express: train one with head.rank=0"
+            )
+        config = self._described(head) | {"architectures": [FASTEAGLE], "model_type": "llama"}
+        config |= {"tie_word_embeddings": False, "num_hidden_layers": head.depth, "cascade": head.cascade}
+        return config | {"input_norm": head.input_norm, "draft_vocab_size": self.draft_vocab, IDS: ids}
+
+    def take(self, tensors: Tensors) -> Tensors:
+        tensors = super().take(tensors)
+        lm_head = partial(lm_head_rows, self.target, tensors.get(VOCAB))
+        for name, own in (("lm_head.weight", lm_head), ("norm.weight", self._norm)):
+            if name in tensors and not close(tensors.pop(name), own()):
+                raise ValueError(f"{name} is not this target's: {FOR_ITS_TARGET}")
+        self.notes.append("lm_head.weight, norm.weight: the target's own, left out")
+        return tensors
+
+    def give(self, tensors: Tensors) -> Tensors:
+        public, dtype = super().give(tensors), tensors["fuse.weight"].dtype
+        public["norm.weight"] = self._norm().to(dtype)
+        if (vocab := tensors.get(VOCAB)) is not None:
+            self.draft_vocab = len(vocab)
+            public["lm_head.weight"] = lm_head_rows(self.target, vocab).to(dtype)
+        return public
+
+    def _norm(self) -> Tensor:
+        """The weight of the target's last norm. Raises ValueError where it is no plain RMSNorm."""
+        for module in self.target.trunk()["between"].children():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.shape == (self.target.width,):
+                x = torch.linspace(-1, 2, len(weight), dtype=weight.dtype, device=weight.device)
+                plain = torch.nn.functional.rms_norm(x, x.shape, weight, self.target.sizes.rms_norm_eps)
+                if torch.allclose(module(x[None])[0], plain, rtol=2e-2, atol=1e-3):
+                    return weight.detach().cpu()
+        raise ValueError("the last norm of this target is no plain RMSNorm, which this layout cannot express")
 
 
 def layouts(target: Target) -> dict[str, tuple[str, Layout]]:
@@ -370,6 +457,96 @@ def layouts(target: Target) -> dict[str, tuple[str, Layout]]:
     }
 
 
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Tensors under other names: a beginning that `names` has is replaced. `{}` stands for a number."""
+    patterns = {re.escape(old).replace(r"\{\}", r"(\d+)"): new for old, new in names.items()}
+
+    def new_name(name: str) -> str:
+        matches = ((re.match(old, name), new) for old, new in patterns.items())
+        return next((new.format(*m.groups()) + name[m.end() :] for m, new in matches if m), name)
+
+    return {new_name(name): tensor for name, tensor in tensors.items()}
+
+
+def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
+    """The rows of the target's LM head for a draft vocabulary, by default all."""
+    lm_head = target.lm_head(None if vocab is None else vocab.long())
+    return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()
+
+
 def close(theirs: Tensor, own: Tensor) -> bool:
     """Whether a matrix is the target's up to rounding."""
     return theirs.shape == own.shape and torch.allclose(theirs.float(), own.float(), rtol=1e-2, atol=1e-3)
+
+
+def check_size(name: str, value: Any, own: int) -> None:
+    """Raise ValueError for a size that is not this target's."""
+    if value != own:
+        raise ValueError(f"{name}={value}; this target's is {own}: {FOR_ITS_TARGET}")
+
+
+def unread(config: Config, read: Sequence[str], target: Config) -> list[str]:
+    """The keys that are not `read` and change nothing: known ones and those that begin with "_", unset ones,
+    and those at Llama's default or at the target's own value. Raises ValueError where there are others."""
+    others = {name: value for name, value in config.items() if name not in read}
+    windowless = config.get("use_sliding_window") is False or config.get("layer_types") == ONLY["layer_types"]
+
+    def inert(name: str, value: Any) -> bool:
+        if name in ONLY:
+            return value is None or bool(value == ONLY[name])
+        known = name in INERT or name.startswith("_") or (name == "sliding_window" and windowless)
+        default = any(name in own and own[name] == value for own in (LLAMA, target))
+        return known or default or value is None or value is False or value in ([], {}, "")
+
+    if wrong := [f"{name}={value!r}" for name, value in others.items() if not inert(name, value)]:
+        raise ValueError(
+            f"config.json says {', '.join(wrong)}, which may change what the head says and is not known "
+            "here: import a head without it, or take it out if you know that it changes nothing"
+        )
+    return sorted(others)
+
+
+def _medusa_sizes(tensors: Tensors) -> tuple[int, int]:
+    """Heads, and blocks of a head, of tensors under our names."""
+    blocks = [m for m in (re.match(r"blocks\.(\d+)\.(\d+)\.(weight|bias)$", name) for name in tensors) if m]
+    depth, layers = (1 + max((int(match[i]) for match in blocks), default=-1) for i in (1, 2))
+    return depth, layers
+
+
+def _taps(config: Config, blocks: int) -> tuple[str, ...]:
+    """The states that an EAGLE-3 head reads. Raises ValueError."""
+    inputs, outputs = config.get(IDS), config.get(f"{NESTED}{IDS}")
+    after = [i + 1 for i in outputs or ()]
+    if inputs and outputs and inputs != after:
+        raise ValueError(
+            f"{IDS}={inputs} are inputs of blocks, and {NESTED}{IDS}={outputs} outputs, that is inputs of "
+            f"{after}: they say different states; take the wrong one out of config.json"
+        )
+    ids = inputs or after
+    if not ids:
+        return block_taps(blocks)
+    if not all(0 <= i < blocks for i in ids) or ids != sorted(set(ids)):
+        raise ValueError(
+            f"the head reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}, and "
+            "engines read them in ascending order"
+        )
+    return tuple(f"{INPUT}{i}" for i in ids)
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """Base and scaling of a head's rotary positions. Raises ValueError for one that is not known here."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind, old_kind = rope.pop("rope_type", None), rope.pop("type", None)
+    kind = kind or next((name for name in rope if isinstance(rope[name], dict)), old_kind or "default")
+    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if kind not in ("default", *SCALED) or partial != 1.0:
+        raise ValueError(
+            f"rope {kind!r} over {partial} of a head's width; available: default, {', '.join(SCALED)}, over "
+            "all of it"
+        )
+    if kind == "default":
+        return {"rope_theta": float(theta), "rope_scaling": None}
+    length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    scaling = {"original_max_position_embeddings": length, **rope, "rope_type": kind}
+    return {"rope_theta": float(theta), "rope_scaling": scaling}

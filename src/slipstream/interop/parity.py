@@ -33,13 +33,12 @@ from slipstream.targets.load import AnyTarget, loaded
 WORKER = Path(__file__).with_name("vllm_worker.py")
 POINTS = 0.02  # acceptance per position may differ by this much
 LOOSE = 2e-2  # relative difference of two tensors that are the same but for rounding
-METHODS = {"eagle": "eagle", "eagle3": "eagle3", "fasteagle": "eagle3", "medusa": "medusa"}  # in vLLM
+IN_VLLM = {"eagle": "eagle", "eagle3": "eagle3", "fasteagle": "eagle3", "medusa": "medusa"}  # methods
 LAYOUTS = {"medusa": "medusa-vllm"}  # that vLLM reads, where it is not the method's first
-PARTS = {
-    "attention": "self_attn.o_proj",
-    "the norm after it": "post_attention_layernorm",
-    "mlp": "mlp",
-}  # of a layer
+MODULES = {"attention": "self_attn.o_proj", "the norm after it": "post_attention_layernorm", "mlp": "mlp"}
+INSTALL = "`make vllm` makes an environment"
+Tensors = dict[str, Tensor]
+Pairs = dict[str, tuple[Tensor, Tensor]]  # ours and vLLM's, in order of computation
 
 
 class Acceptance(Part):
@@ -94,19 +93,19 @@ class ParityReport(Report):
             table.add_row(name, *(f"{rate:.3f}" for rate in rates))
         table.add_row("difference", *(f"{rate:+.3f}" for rate in self.difference))
         lines = []
-        for each in self.divergences:
-            leaves = f"leaves plain vLLM at {each.position}, margin {each.margin:.2g}"
-            leaves = "ends elsewhere than plain vLLM" if each.position is None else leaves
-            lines.append(Text(f"{each.answer}, question {each.question + 1}: {leaves}"))
+        for text in self.divergences:
+            how = f"leaves plain vLLM at {text.position}, margin {text.margin:.2g}"
+            how = "ends elsewhere than plain vLLM" if text.position is None else how
+            lines.append(Text(f"{text.answer}, question {text.question + 1}: {how}"))
         if self.first_tensor_that_differs:
             lines.append(Text(f"first tensor that differs: {self.first_tensor_that_differs}", "bold red"))
         verdict = Text("agrees", "bold green") if self.agrees else Text("does NOT agree", "bold red")
         return Group(table, *lines, verdict)
 
     def _rows(self) -> list[dict[str, Any]]:
-        each = zip(self.acceptance.slipstream, self.acceptance.vllm, self.difference, strict=True)
+        rates = zip(self.acceptance.slipstream, self.acceptance.vllm, self.difference, strict=True)
         columns = ("position", "slipstream", "vllm", "difference")
-        return [dict(zip(columns, (i, *row), strict=True)) for i, row in enumerate(each, 1)]
+        return [dict(zip(columns, (i, *row), strict=True)) for i, row in enumerate(rates, 1)]
 
 
 @public
@@ -142,10 +141,10 @@ def parity(
     for number, prompt in enumerate(prompts, 1):
         progress(f"ours, question {number}")
         answers.append(generate(target, prompt, ours, **greedy))
-    rounds, acceptance = _accepted(answers, draft_tokens)
+    steps, acceptance = _accepted(answers, draft_tokens)
     progress("vLLM, plainly and with the head (minutes)")
     job = {
-        "method": METHODS[ours.method],
+        "method": IN_VLLM[ours.method],
         "prompts": list(prompts),
         "new": max_new_tokens,
         "draft": draft_tokens,
@@ -155,45 +154,46 @@ def parity(
     plain, drafted, tensors = _served(target, drafter, ours.method, job, python)
     texts = {"vLLM with the head": drafted["tokens"], "ours": [answer.tokens for answer in answers]}
     divergences = _deviations(target, prompts, plain["tokens"], texts)
-    apart = [round(a - b, 4) for a, b in zip(acceptance, drafted["acceptance"], strict=True)]
+    difference = [round(a - b, 4) for a, b in zip(acceptance, drafted["acceptance"], strict=True)]
+    same_text = all(text.margin <= target.margin for text in divergences)
     return ParityReport(
         **heading(target),
         questions=len(prompts),
         max_new_tokens=max_new_tokens,
         draft_tokens=draft_tokens,
         acceptance=Acceptance(slipstream=[round(a, 4) for a in acceptance], vllm=drafted["acceptance"]),
-        difference=apart,
-        drafts=Drafts(slipstream=rounds, vllm=drafted["drafts"]),
+        difference=difference,
+        drafts=Drafts(slipstream=steps, vllm=drafted["drafts"]),
         margin=target.margin,
         divergences=divergences,
         first_tensor_that_differs=first_difference(target, ours, tensors, prompts[0]),
-        agrees=max(map(abs, apart)) <= POINTS and all(each.margin <= target.margin for each in divergences),
+        agrees=max(map(abs, difference)) <= POINTS and same_text,
     )
 
 
 def _accepted(answers: Sequence[Generation], draft_tokens: int) -> tuple[int, list[float]]:
     """Rounds, and the share that accepted d drafts or more. Raises ValueError where there are none."""
-    rounds = [each.accepted for answer in answers for each in answer.rounds]
-    if not rounds:
+    counts = [step.accepted for answer in answers for step in answer.rounds]
+    if not counts:
         raise ValueError("no answer has a round that drafts: give a larger max_new_tokens")
-    return len(rounds), [sum(n >= d for n in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
+    return len(counts), [sum(n >= d for n in counts) / len(counts) for d in range(1, draft_tokens + 1)]
 
 
 def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> HeadDrafter:
     """The head as the engine runs it: a chain, whose candidates are those of the exported LM head."""
     trained = load_drafter(drafter, target)
-    if not isinstance(trained, HeadDrafter) or trained.method not in METHODS:
-        raise ValueError(f"drafter {drafter!r} is no {', '.join(METHODS)} head: vLLM is given one of those")
-    depth = getattr(trained.head.config, "depth", draft_tokens)
-    if draft_tokens > depth or (trained.method == "medusa" and draft_tokens < depth):
-        raise ValueError(f"draft_tokens is {draft_tokens}; this {trained.method} head drafts {depth} tokens")
-    if trained.method == "medusa" and trained.head.own_lm_head and len(trained.vocab) < target.vocab:
+    if not isinstance(trained, HeadDrafter) or trained.method not in IN_VLLM:
+        raise ValueError(f"drafter {drafter!r} is no {', '.join(IN_VLLM)} head: vLLM is given one of those")
+    method, head, vocab = trained.method, trained.head, trained.vocab
+    depth = getattr(head.config, "depth", draft_tokens)
+    if draft_tokens > depth or (method == "medusa" and draft_tokens < depth):
+        raise ValueError(f"draft_tokens is {draft_tokens}; this {method} head drafts {depth} tokens")
+    if method == "medusa" and head.own_lm_head and len(vocab) < target.vocab:
         raise ValueError(
-            f"this medusa head has LM heads of {len(trained.vocab)} tokens, and vLLM loads those of all "
+            f"this medusa head has LM heads of {len(vocab)} tokens, and vLLM loads those of all "
             f"{target.vocab} alone: train one with head.draft_vocab=0"
         )
-    vocab = None if trained.method == "eagle" else trained.vocab
-    return type(trained)(trained.head, target, vocab, f"chain-{draft_tokens}")
+    return type(trained)(head, target, None if method == "eagle" else vocab, f"chain-{draft_tokens}")
 
 
 def _deviations(
@@ -207,117 +207,101 @@ def _deviations(
                 continue
             at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
             audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
-            margin = max((each.margin for audited in audits for each in audited), default=0.0)
+            margin = max((tie.margin for audited in audits for tie in audited), default=0.0)
             margin = math.inf if at is None else margin
-            off = Deviation(answer=name, question=i, position=at, margin=margin)
-            deviations.append(off)
+            deviations.append(Deviation(answer=name, question=i, position=at, margin=margin))
     return deviations
 
 
 def _served(
     target: HFTarget, drafter: str, method: str, job: dict[str, Any], python: str
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """What the worker wrote: plain answers, answers with the head, and tensors of the first prompt. Raises
-    ValueError where it fails."""
+) -> tuple[dict[str, Any], dict[str, Any], Tensors]:
+    """The worker's plain answers, its answers with the head, and tensors of the first prompt."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")
         export(target, drafter, home / "head", layout=LAYOUTS.get(method))
-        job |= {name: str(home / name) for name in ("target", "head")}
-        job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
-        (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))
+        files = {"plain": "plain.json", "drafted": "drafted.json", "tensors": "tensors.safetensors"}
+        files |= {"target": "target", "head": "head"}
+        job |= {name: str(home / file) for name, file in files.items()}
+        (home / "job.json").write_text(json.dumps(job))
+        path = os.pathsep.join(filter(None, (str(WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
+        words, environment = [python, str(WORKER), str(home / "job.json")], os.environ | {"PYTHONPATH": path}
         try:
-            worker = [python, str(WORKER), str(home / "job.json")]
-            path = os.pathsep.join(filter(None, (str(WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
-            environment = os.environ | {"PYTHONPATH": path}
-            done = subprocess.run(worker, capture_output=True, text=True, env=environment)
+            worker = subprocess.run(words, capture_output=True, text=True, env=environment)
         except OSError as error:
-            raise ValueError(
-                f"--python {python} cannot be run: {error.strerror}: `make vllm` makes an environment"
-            ) from error
-        if done.returncode:
-            last = " | ".join([line for line in done.stderr.splitlines() if line.strip()][-6:])
-            raise ValueError(f"vLLM ({python}) stopped with exit code {done.returncode}: {last}")
-        if not (home / "drafted.json").exists():
-            raise ValueError(
-                f"--python {python} is no interpreter with vLLM in it: `make vllm` makes an environment"
-            )
-        plain, drafted = (json.loads((home / f"{name}.json").read_text()) for name in ("plain", "drafted"))
-        return plain, drafted, load_file(home / "seen.safetensors")
+            raise ValueError(f"--python {python} cannot be run: {error.strerror}: {INSTALL}") from error
+        if worker.returncode:
+            last = " | ".join([line for line in worker.stderr.splitlines() if line.strip()][-6:])
+            raise ValueError(f"vLLM ({python}) stopped with exit code {worker.returncode}: {last}")
+        if not os.path.exists(job["drafted"]):
+            raise ValueError(f"--python {python} is no interpreter with vLLM in it: {INSTALL}")
+        plain, drafted = (json.loads(Path(job[name]).read_text()) for name in ("plain", "drafted"))
+        return plain, drafted, load_file(job["tensors"])
 
 
 def first_difference(
-    target: HFTarget, drafter: HeadDrafter, tensors: dict[str, Tensor], prompt: list[int]
+    target: HFTarget, drafter: HeadDrafter, tensors: Tensors, prompt: list[int]
 ) -> str | None:
     """The first tensor, in order of computation, in which vLLM's head differs from ours over the first
     prompt: its inputs from what ours would read, its parts from ours on its own inputs. None if all agree."""
-    ours: dict[str, Tensor] = {}
+    ours: Tensors = {}
     for name, module in drafter.head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     tensors = {name: tensor.to(target.device) for name, tensor in tensors.items()}
     with torch.inference_mode():
         pairs = (_medusa if drafter.method == "medusa" else _layers)(target, drafter, tensors, prompt, ours)
-    for name, (mine, served) in pairs.items():
-        if not mine.is_floating_point() and not torch.equal(mine, served.to(mine)):
+    for name, (own, served) in pairs.items():
+        if not own.is_floating_point() and not torch.equal(own, served.to(own)):
             return name
-        off = float((mine.float() - served.float()).norm() / mine.float().norm().clamp(min=1e-9))
+        off = float((own.float() - served.float()).norm() / own.float().norm().clamp(min=1e-9))
         if off > LOOSE:
             return f"{name} (relative difference {off:.1e})"
     return None
 
 
-Pairs = dict[str, tuple[Tensor, Tensor]]  # ours and vLLM's, in order of computation
-
-
 def _layers(
-    target: HFTarget,
-    drafter: HeadDrafter,
-    seen: dict[str, Tensor],
-    prompt: list[int],
-    ours: dict[str, Tensor],
+    target: HFTarget, drafter: HeadDrafter, theirs: Tensors, prompt: list[int], ours: Tensors
 ) -> Pairs:
     """Of a head with decoder layers. `ours` gets what our modules put out."""
-    head, T, fused = drafter.head, len(prompt), seen["in.model.fc.0"].to(target.dtype)
+    head, fused = drafter.head, theirs["in.model.fc.0"].to(target.dtype)
     layers, H = ["layers.0"], head.config.hidden_size
     if drafter.method == "eagle":
         embedded, features = fused.split(H, 1)
     elif drafter.method == "eagle3":
-        layers, embedded, features = ["midlayer"], seen["in.model.layers.0.1"].to(target.dtype), fused
+        layers, embedded, features = ["midlayer"], theirs["in.model.layers.0.1"].to(target.dtype), fused
     else:
         layers = [f"layers.{i}" for i in range(len(head.layers))]
-        embedded, features = fused[:, H:], seen["in.model.fuse.0"].to(target.dtype)
-    positions = seen["in.model.layers.0.0"][None]
-    attends, own = attend_cache(KVCache(len(layers), 1, target.device), T)
-    read = torch.tensor(prompt[1:], device=target.device)
+        embedded, features = fused[:, H:], theirs["in.model.fuse.0"].to(target.dtype)
+    positions = theirs["in.model.layers.0.0"][None]
+    attends, own_positions = attend_cache(KVCache(len(layers), 1, target.device), len(prompt))
     if drafter.method == "fasteagle":
         states = head(embedded[None], features[None], positions, attends)[0, :, 0]
     else:
         states = head(embedded[None], head.fuse(features[None]), positions, attends[0])[0]
+    read = target.embed(torch.tensor(prompt[1:], device=target.device))
     pairs = {
-        "positions": (own[0], positions[0]),
-        "the tokens that it reads": (target.embed(read), embedded[:-1]),
+        "positions": (own_positions[0], positions[0]),
+        "the tokens that it reads": (read, embedded[:-1]),
         "the target's features": (target.features([prompt], head.config.taps)[0], features),
-        "fc": (ours["fc"], seen["out.model.fc"]),
+        "fc": (ours["fc"], theirs["out.model.fc"]),
     }
     for i, name in enumerate(layers):
         qkv = torch.cat([ours[f"{name}.self_attn.{x}_proj"] for x in "qkv"], 1)
-        pairs[f"q, k, v of layer {i}"] = (qkv, seen[f"out.model.layers.{i}.self_attn.qkv_proj"])
-        for part, module in PARTS.items():
-            pairs[f"{part} of layer {i}"] = (ours[f"{name}.{module}"], seen[f"out.model.layers.{i}.{module}"])
-    return pairs | {"logits": (drafter.logits(states[-1:]), seen["out.logits_processor"])}
+        pairs[f"q, k, v of layer {i}"] = (qkv, theirs[f"out.model.layers.{i}.self_attn.qkv_proj"])
+        for part, module in MODULES.items():
+            served = theirs[f"out.model.layers.{i}.{module}"]
+            pairs[f"{part} of layer {i}"] = (ours[f"{name}.{module}"], served)
+    return pairs | {"logits": (drafter.logits(states[-1:]), theirs["out.logits_processor"])}
 
 
 def _medusa(
-    target: HFTarget,
-    drafter: HeadDrafter,
-    seen: dict[str, Tensor],
-    prompt: list[int],
-    ours: dict[str, Tensor],
+    target: HFTarget, drafter: HeadDrafter, theirs: Tensors, prompt: list[int], ours: Tensors
 ) -> Pairs:
     """Of Medusa's heads, which read the prompt's last state alone."""
-    features = seen["in.blocks.0.0"].to(target.dtype)
+    features = theirs["in.blocks.0.0"].to(target.dtype)
     states = drafter.head(features[None])[0, -1]
     pairs = {"the target's features": (target.features([prompt], drafter.taps)[0][-1:], features)}
     for i, state in enumerate(states):
-        pairs[f"block {i}"] = (state[None], seen[f"out.blocks.{i}"])
-    return pairs | {"logits": (drafter.logits(states)[:1], seen["out.logits_processor"])}
+        pairs[f"block {i}"] = (state[None], theirs[f"out.blocks.{i}"])
+    return pairs | {"logits": (drafter.logits(states)[:1], theirs["out.logits_processor"])}

@@ -21,16 +21,9 @@ from slipstream.core.tree_spec import TreeSpec
 from slipstream.directories import SAFE, checkpoint_file, claimed, mark_of
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
-from slipstream.drafters.store import (
-    VOCAB,
-    find_drafter,
-    read_drafter,
-    save_drafter,
-    write_directory,
-)
+from slipstream.drafters.store import VOCAB, find_drafter, read_drafter, save_drafter, write_directory
 from slipstream.files import check_regular, first_line, name_of, read_json, understood, written_to
-from slipstream.interop.layouts import Config, Layout, Tensors, close, layouts
-from slipstream.interop.sizes import unread
+from slipstream.interop.layouts import FOR_ITS_TARGET, Config, Layout, Tensors, close, layouts, unread
 from slipstream.methods import METHODS
 from slipstream.provenance import public
 from slipstream.results import Result, made
@@ -82,51 +75,50 @@ def import_checkpoint(
     directory = written_to(directory)
     source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
-        read = _read(Path(source).expanduser())
-        if {"method", "version", "target"} <= read[0].keys():
+        config, tensors = _read(Path(source).expanduser())
+        if {"method", "version", "target"} <= config.keys():
             raise ValueError(f"checkpoint {source} is a drafter of Slipstream's already: use it where it is")
         try:
-            method, config, tensors, used, notes = _converted(*read, target, tree)
+            method, drafter_config, drafter_tensors, used, notes = _converted(config, tensors, target, tree)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
-        save_drafter(directory, method, target, config, tensors, training, dtype=None, force=True)
+        drafter = (method, target, drafter_config, drafter_tensors)
+        save_drafter(directory, *drafter, training, dtype=None, force=True)
         return Conversion(**made(), directory=directory, used=used, notes=notes)
 
 
 def _converted(
     config: Config, tensors: Tensors, target: Target, tree: str | None
 ) -> tuple[str, Config, Tensors, list[str], list[str]]:
-    """Method, configuration and tensors of a drafter directory, what was used, and notes. Raises ValueError
-    if they do not fit."""
+    """Method, configuration and tensors of a drafter directory, what was used, and notes."""
     known, ours = layouts(target), config.get(OURS, {})
     # Later entries of the table are asked first.
-    called = next(name for name in reversed(known) if known[name][1].knows(config, tensors))
-    method, layout = known[called]
+    name = next(name for name in reversed(known) if known[name][1].knows(config, tensors))
+    method, layout = known[name]
     embedding, notes = tensors.pop(EMBEDDING, None), layout.notes
-    taken, flat = layout.take(tensors), layout.flat(config)
+    drafter_tensors, flat = layout.take(tensors), layout.flat(config)
     if ids := ours.get(VOCAB):
         notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
-        taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, taken)
+        drafter_tensors[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
+    sizes = layout.sizes(flat, drafter_tensors)
     ignored = unread(flat, sorted(layout.keys), target.described)
     used = [*tensors, *sorted(layout.keys & set(flat))]
     if layout.embedding != "none":
-        what, kept = _kept(embedding, target, layout.own_embedding(sizes))
-        notes.append(f"{EMBEDDING}: {what}")
-        taken |= kept
+        note, stored = _embedding_to_store(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
+        notes.append(f"{EMBEDDING}: {note}")
+        drafter_tensors |= stored
     notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
-    named = asdict(sizes)
+    head = asdict(sizes)
     tree = TreeSpec.parse(tree).name if tree else _tree(config, layout, sizes)
-    config_json: Config = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
-    config_json |= {"layout": called, "public_embedding": None if embedding is None else _about(embedding)}
-    drafter_class(method, called).load(config_json, taken, target)
-    return method, config_json, taken, used, notes
+    drafter_config: Config = {"taps": list(head.pop("taps")), "head": head, "tree": tree, "public": config}
+    drafter_config |= {"layout": name, "public_embedding": None if embedding is None else _digest(embedding)}
+    drafter_class(method, name).load(drafter_config, drafter_tensors, target)
+    return method, drafter_config, drafter_tensors, used, notes
 
 
-def _kept(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
-    """A note on a checkpoint's embedding, and the embedding if the drafter directory must hold it. Raises
-    ValueError if it is another target's."""
+def _embedding_to_store(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
+    """A note on a checkpoint's embedding, and the embedding if the drafter directory must hold it."""
     if embedding is None:
         return "absent, the target's is used", {}
     if trained:
@@ -136,10 +128,8 @@ def _kept(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str,
         return "the target's own, left out", {}
     if close(embedding, own):
         return "the target's up to rounding; kept for export, the target's is used", {EMBEDDING: embedding}
-    raise ValueError(
-        f"{EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the target it "
-        "was made for"
-    )
+    shape = list(embedding.shape)
+    raise ValueError(f"{EMBEDDING} ({shape}) is not this target's embedding: {FOR_ITS_TARGET}")
 
 
 @public
@@ -169,58 +159,68 @@ def export(
     name = name_of(drafter, "a drafter")
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
-        return _export(name, home, target, layout, directory)
+        config, tensors = read_drafter(home, target)
+        layout = _layout_name(name, config, layout)
+        writer = layouts(target)[layout][1]
+        head = drafter_class(config["method"], name).load(config, tensors, target).head.config
+        public_tensors, in_config = _exported(name, config, tensors, target, writer)
+        if layout == config.get("layout") and "public" in config:
+            public_config = config["public"]
+            if _tree(public_config, writer, head) != config["tree"]:
+                public_config |= {OURS: public_config.get(OURS, {}) | {"tree": config["tree"]}}
+        else:
+            public_config = {**writer.config(head, config["target"]["name"]), OURS: in_config}
+        write_directory(directory, public_config, public_tensors, writer.file, by="export")
+        for path in (Path(directory) / other for other in SAFE if other != writer.file):
+            with suppress(OSError, SafetensorError):  # most often there is none
+                if mark_of(path) == "export":  # tensors of an earlier export in another layout
+                    path.unlink()
+        serve = _serving(target, directory, layout, getattr(head, "depth", MOST_DRAFTED))
+        used, notes = [*public_tensors], writer.notes
+        return Conversion(**made(), directory=directory, used=used, notes=notes, serve=serve)
 
 
-def _export(source: str, home: Path, target: Target, layout: str | None, directory: str) -> Conversion:
-    config, tensors = read_drafter(home, target)
+def _layout_name(name: str, config: Config, layout: str | None) -> str:
+    """The layout to write a drafter in: by default the one it was imported from, or its method's first."""
     method = config["method"]
-    fitting = list(METHODS[method].layouts) if method in METHODS else []
-    if not fitting:
-        public = ", ".join(name for name, each in METHODS.items() if each.layouts)
+    available = list(METHODS[method].layouts) if method in METHODS else []
+    if not available:
+        others = ", ".join(other for other, entry in METHODS.items() if entry.layouts)
+        raise ValueError(f"drafter {name}: no public layout exists for {method} drafters, only for {others}")
+    if (layout := config.get("layout", available[0]) if layout is None else layout) not in available:
         raise ValueError(
-            f"drafter {source}: no public layout exists for {method} drafters, only for {public}"
+            f"drafter {name}: Unknown layout for {method} drafters: {layout!r}. Available: "
+            f"{', '.join(available)}"
         )
-    imported = config.get("layout", fitting[0])
-    layout = imported if layout is None else layout
-    if layout not in fitting:
-        raise ValueError(
-            f"drafter {source}: Unknown layout for {method} drafters: {layout!r}. Available: "
-            f"{', '.join(fitting)}"
-        )
-    _, written = layouts(target)[layout]
-    notes = written.notes
-    drafter = drafter_class(method, source).load(config, tensors, target)
-    copied = _about(_embedding(target)) if written.embedding == "copy" else None
-    stored = config.get("public_embedding", copied)
-    embedding, ours = tensors.pop(EMBEDDING, None), {"tree": config["tree"]}
-    if not written.vocabulary and (vocab := tensors.pop(VOCAB, None)) is not None:
-        ours[VOCAB] = " ".join(map(str, vocab.tolist()))
-        notes.append(
+    return layout
+
+
+def _exported(
+    name: str, config: Config, tensors: Tensors, target: Target, writer: Layout
+) -> tuple[Tensors, Config]:
+    """A drafter's tensors in a layout, and what config.json holds under our own key."""
+    in_config, embedding = {"tree": config["tree"]}, tensors.pop(EMBEDDING, None)
+    if not writer.vocabulary and (vocab := tensors.pop(VOCAB, None)) is not None:
+        in_config[VOCAB] = " ".join(map(str, vocab.tolist()))
+        writer.notes.append(
             f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
             f"these {len(vocab)}"
         )
-    given = written.give(tensors)
+    public_tensors = writer.give(tensors)
+    copied = _digest(_embedding(target)) if writer.embedding == "copy" else None
+    stored = config.get("public_embedding", copied)
     if embedding is not None:
-        given[EMBEDDING] = embedding
-        notes.append(f"{EMBEDDING}: as it was imported")
+        public_tensors[EMBEDDING] = embedding
+        writer.notes.append(f"{EMBEDDING}: as it was imported")
     elif stored is not None:
-        given[EMBEDDING] = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
-        if _about(given[EMBEDDING]) != stored:
+        copy = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
+        if _digest(copy) != stored:
             raise ValueError(
-                f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
+                f"drafter {name}: load the target in the precision this head was imported with (--dtype)"
             )
-        notes.append(f"{EMBEDDING}: a copy of the target's")
-    if layout == imported and "public" in config:
-        config_json = config["public"]
-        if _tree(config_json, written, drafter.head.config) != config["tree"]:
-            config_json = config_json | {OURS: config_json.get(OURS, {}) | {"tree": config["tree"]}}
-    else:
-        config_json = {**written.config(drafter.head.config, config["target"]["name"]), OURS: ours}
-    write_directory(directory, config_json, given, written.file, by="export")
-    _remove_others(Path(directory), written.file)
-    serve = _serving(target, directory, layout, getattr(drafter.head.config, "depth", MOST_DRAFTED))
-    return Conversion(**made(), directory=directory, used=list(given), notes=notes, serve=serve)
+        public_tensors[EMBEDDING] = copy
+        writer.notes.append(f"{EMBEDDING}: a copy of the target's")
+    return public_tensors, in_config
 
 
 def _serving(target: Target, directory: str, layout: str, depth: int) -> str | None:
@@ -229,25 +229,15 @@ def _serving(target: Target, directory: str, layout: str, depth: int) -> str | N
         return None
     tokens = depth if VLLM[layout] == "medusa" else min(depth, MOST_DRAFTED)
     config = {"method": VLLM[layout], "model": directory, "num_speculative_tokens": tokens}
-    words = ("vllm", "serve", target.source or "MODEL", "--speculative-config", json.dumps(config))
-    return shlex.join(words)
+    return shlex.join(("vllm", "serve", target.source or "MODEL", "--speculative-config", json.dumps(config)))
 
 
 def _tree(config: Config, layout: Layout, sizes: Any) -> str:
     """The tree that a checkpoint's config.json says, or else its layout."""
-    return TreeSpec.parse(config.get(OURS, {}).get("tree") or layout.tree(sizes)).name
+    return TreeSpec.parse(config.get(OURS, {}).get("tree") or layout.tree.format(**asdict(sizes))).name
 
 
-def _remove_others(home: Path, written: str) -> None:
-    """Remove an earlier export's tensors in a layout that names their file otherwise."""
-    for path in (home / name for name in SAFE if name != written):
-        with suppress(OSError, SafetensorError):  # there is none
-            if mark_of(path) == "export":
-                path.unlink()
-
-
-def _about(embedding: Tensor) -> dict[str, str]:
-    """Enough to know an embedding again."""
+def _digest(embedding: Tensor) -> dict[str, str]:
     data = embedding.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return {"dtype": str(embedding.dtype).removeprefix("torch."), "sha256": hashlib.sha256(data).hexdigest()}
 

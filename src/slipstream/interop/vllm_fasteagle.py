@@ -2,7 +2,7 @@
 
 In a round, vLLM 0.32 calls `combine_hidden_states` with the target's states, then the model over all tokens
 that were read, and once more for each further token, with the second state that the call before returned.
-FastEagle has made all its guesses in the first of these passes. Later calls hand out what it kept: the second
+FastEagle makes all its guesses in the first of these passes. Later calls return its stored states: the second
 state holds the number of the row in the first pass.
 """
 
@@ -30,27 +30,20 @@ class Cascade(nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, config: Any, depth: int, start: int, prefix: str) -> None:
         super().__init__()
-        self.depth = depth  # guesses, and layers that run for them
+        self.config, self.depth = config, depth  # guesses, and layers that run for them
         H, ids = config.hidden_size, config.eagle_aux_hidden_state_layer_ids
-        self.config = config
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, H, prefix=maybe_prefix(prefix, "embed_tokens")
-        )
-        how: Any = {"bias": False, "return_bias": False, "params_dtype": vllm_config.model_config.dtype}
-        self.fuse = ReplicatedLinear(len(ids) * H, H, prefix=maybe_prefix(prefix, "fuse"), **how)
-        self.fc = ReplicatedLinear(2 * H, H, prefix=maybe_prefix(prefix, "fc"), **how)
+
+        def named(name: str) -> Any:
+            return {"prefix": maybe_prefix(prefix, name)}
+
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, H, **named("embed_tokens"))
+        plain: Any = {"bias": False, "return_bias": False, "params_dtype": vllm_config.model_config.dtype}
+        self.fuse = ReplicatedLinear(len(ids) * H, H, **named("fuse"), **plain)
+        self.fc = ReplicatedLinear(2 * H, H, **named("fc"), **plain)
         self.norm, self.reads_final = RMSNorm(H, eps=config.rms_norm_eps), max(ids) == start
-        self.layers = nn.ModuleList(
-            [
-                LlamaDecoderLayer(
-                    vllm_config,
-                    not config.input_norm,
-                    prefix=maybe_prefix(prefix, f"layers.{start + i}"),
-                    config=config,
-                )
-                for i in range(config.num_hidden_layers)
-            ]
-        )
+        names = [named(f"layers.{start + i}") for i in range(config.num_hidden_layers)]
+        layers = [LlamaDecoderLayer(vllm_config, not config.input_norm, config=config, **x) for x in names]
+        self.layers = nn.ModuleList(layers)
 
     def fused(self, taps: Tensor) -> Tensor:
         """The target's states [T, taps·H] as one. The last may be the final one, before its norm."""
@@ -90,7 +83,7 @@ class FastEagle(Eagle3LlamaForCausalLM):
         self.draft_id_to_target_id = None if draft == vocab else ids
         self.use_parallel_drafting = False
         self.call = 0  # of this round
-        self.kept: Any = None  # the first call's states
+        self.states: Any = None  # of the first call
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """A round begins."""
@@ -98,19 +91,15 @@ class FastEagle(Eagle3LlamaForCausalLM):
         return self.model.fused(hidden_states)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        hidden_states: Tensor,
-        inputs_embeds: Tensor | None = None,
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The states that give this call's tokens, and what the next call gets."""
         call, self.call = self.call, (self.call + 1) % self.model.depth
         if call == 0:
-            self.kept = self.model(input_ids, positions, hidden_states)
+            self.states = self.model(input_ids, positions, hidden_states)
             rows, carried = torch.arange(len(input_ids), device=hidden_states.device), hidden_states.clone()
             for digit in range(DIGITS):
                 carried[:, digit] = rows // BASE**digit % BASE
-            return self.kept[:, 0], carried
+            return self.states[:, 0], carried
         rows = sum(hidden_states[:, digit].long() * BASE**digit for digit in range(DIGITS))
-        return self.kept[rows.clamp(0, len(self.kept) - 1), call], hidden_states
+        return self.states[rows.clamp(0, len(self.states) - 1), call], hidden_states

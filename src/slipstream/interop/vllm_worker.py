@@ -36,16 +36,19 @@ def engine(job: dict, head: bool) -> Any:
     )
 
 
-def answer(job: dict, head: bool) -> dict:
-    """Tokens of every answer, and acceptance per position."""
+def generate(llm: Any, prompt: list, new: int) -> list:
+    """The tokens of an answer."""
     from vllm import SamplingParams
 
+    sampling = SamplingParams(temperature=0, max_tokens=new)
+    outputs = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+    return list(outputs[0].outputs[0].token_ids)
+
+
+def answer(job: dict, head: bool) -> dict:
+    """Tokens of every answer, and acceptance per position."""
     llm = engine(job, head)
-    sampling = SamplingParams(temperature=0, max_tokens=job["new"])
-    tokens = []
-    for prompt in job["prompts"]:
-        done = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        tokens.append(list(done[0].outputs[0].token_ids))
+    tokens = [generate(llm, prompt, job["new"]) for prompt in job["prompts"]]
     if not head:
         return {"tokens": tokens}
     metrics = {metric.name: metric for metric in llm.get_metrics()}
@@ -54,33 +57,30 @@ def answer(job: dict, head: bool) -> dict:
     return {"tokens": tokens, "drafts": drafts, "acceptance": [a / max(drafts, 1) for a in accepted]}
 
 
-def look(job: dict) -> None:
-    """What the modules of the head read and put out in their first pass over the first prompt."""
+def record(job: dict) -> None:
+    """Write what the modules of the head read and put out in their first pass over the first prompt."""
     import torch
     from safetensors.torch import save_file
-    from vllm import SamplingParams
 
-    llm = engine(job, True)
-    seen = {}
+    llm, tensors = engine(job, True), {}
 
-    def keep(name: str) -> Any:
+    def hook_of(name: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any, out: Any) -> None:
-            if f"out.{name}" not in seen:
+            if f"out.{name}" not in tensors:
                 out = out[0] if isinstance(out, tuple) else out
-                seen[f"out.{name}"] = out.detach().float().clone()
+                tensors[f"out.{name}"] = out.detach().float().clone()
                 for i, arg in enumerate([*args, *kwargs.values()]):
                     if isinstance(arg, torch.Tensor):
-                        seen[f"in.{name}.{i}"] = arg.detach().clone()
+                        tensors[f"in.{name}.{i}"] = arg.detach().clone()
 
         return hook
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
     for name, module in worker.model_runner.drafter.model.named_modules():
         if name:
-            module.register_forward_hook(keep(name), with_kwargs=True)
-    sampling = SamplingParams(temperature=0, max_tokens=2)
-    llm.generate({"prompt_token_ids": job["prompts"][0]}, sampling, use_tqdm=False)
-    save_file({name: t.contiguous() for name, t in seen.items()}, job["tensors"])
+            module.register_forward_hook(hook_of(name), with_kwargs=True)
+    generate(llm, job["prompts"][0], 2)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, job["tensors"])
 
 
 def main() -> None:
@@ -90,9 +90,9 @@ def main() -> None:
     if not part:
         for name in ("plain", "drafted", "tensors"):
             if code := subprocess.run([sys.executable, __file__, path, name]).returncode:
-                sys.exit(code)  # it has said why
+                sys.exit(code)  # it has printed why
     elif part[0] == "tensors":
-        look(job)
+        record(job)
     else:
         with open(job[part[0]], "w") as file:
             json.dump(answer(job, part[0] == "drafted"), file)

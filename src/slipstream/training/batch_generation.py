@@ -2,7 +2,7 @@
 
 A session's host work for each text would leave a GPU idle. Here a step is one captured graph over all texts,
 and the host looks at them every few steps. All texts of a call end on the same slot of the cache: prompts
-are padded on their left. Rounding depends on the neighbours, which training data may.
+are padded on their left. Rounding depends on the neighbours, which is harmless in training data.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +18,13 @@ from slipstream.engine.cuda_graphs import cuda_graph
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.shadow_model import shadow_of
 
-WIDE = "slipstream_wide"
+ATTENTION = "slipstream_wide"
 SPAN = 128  # slots by which what a step reads grows
-LOOK = 16  # steps between two looks at which texts have ended
+LOOK = 16  # steps between two checks of which texts have ended
 LEAST = 64  # rows below which a batch is not made smaller
 SHARE = 0.45  # of a GPU's free memory for keys and values
 CHUNK = 2**16  # tokens of prompts that are read at once
-# Texts and batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
+# Texts and batches differ in shape. cuDNN plans for each new shape, which takes longer than a step.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -42,7 +42,7 @@ def attend(
     return out.reshape(B, heads, R, -1).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(WIDE, attend)
+AttentionInterface.register(ATTENTION, attend)
 
 
 class _Slots(Cache):
@@ -51,7 +51,7 @@ class _Slots(Cache):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__(layers=[])
         self.keys, self.values, self.used = keys, values, 0
-        self.at = torch.zeros(1, dtype=torch.long, device=keys.device)  # the slot that a step fills
+        self.next = torch.zeros(1, dtype=torch.long, device=keys.device)  # the slot that a step fills
         self.rows: Tensor | slice = slice(None)
 
     def update(
@@ -61,8 +61,8 @@ class _Slots(Cache):
         if (width := key_states.shape[2]) > 1:  # prompts of some rows
             keys[self.rows, :, :width], values[self.rows, :, :width] = key_states, value_states
             return key_states, value_states
-        keys.index_copy_(2, self.at, key_states)
-        values.index_copy_(2, self.at, value_states)
+        keys.index_copy_(2, self.next, key_states)
+        values.index_copy_(2, self.next, value_states)
         return keys[:, :, : self.used], values[:, :, : self.used]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -72,27 +72,18 @@ class _Slots(Cache):
         return len(self.keys)
 
 
-class _Texts(NamedTuple):
-    """B texts under way. All tensors stay where they are, because graphs read and write them.
+class _Batch(NamedTuple):
+    """B texts under way. All tensors stay where they are, because graphs read and write them."""
 
-    Attributes:
-        cache: of B rows.
-        pads: [B] slots before each text.
-        token: [B] the last token of each, yet to be read.
-        ended: [B].
-        written: [B, C] tokens.
-        step: [1] how many of them there are.
-    """
-
-    cache: _Slots
-    pads: Tensor
-    token: Tensor
-    ended: Tensor
-    written: Tensor
-    step: Tensor
+    cache: _Slots  # of B rows
+    pads: Tensor  # [B] slots before each text
+    token: Tensor  # [B] the last token of each, yet to be read
+    ended: Tensor  # [B]
+    written: Tensor  # [B, C] tokens
+    step: Tensor  # [1] how many of them there are
 
 
-class Wide:
+class BatchGenerator:
     """A target that decodes many texts at once.
 
     Args:
@@ -103,7 +94,7 @@ class Wide:
     def __init__(self, target: HFTarget, eos: Iterable[int], slots: int | None = None) -> None:
         self.target, self.device = target, target.device
         self.model = shadow_of(target.model)
-        self.model.set_attn_implementation(WIDE)
+        self.model.set_attn_implementation(ATTENTION)
         sizes = target.sizes
         self._shape = sizes.blocks, sizes.num_key_value_heads, sizes.head_dim
         token = sizes.blocks * sizes.num_key_value_heads * sizes.head_dim
@@ -115,7 +106,7 @@ class Wide:
         self._ends = frozenset(eos)
         self._eos = torch.tensor(sorted(self._ends), device=self.device)
         self._temperature = torch.zeros((), device=self.device)
-        self._texts: dict[tuple[int, int], _Texts] = {}
+        self._batches: dict[tuple[int, int], _Batch] = {}
         self._steps: dict[tuple[int, int, int], Callable[[], Any]] = {}
         self._pool: Any = None  # the memory that all graphs share
 
@@ -134,12 +125,12 @@ class Wide:
     def write(
         self, prompts: Sequence[Sequence[int]], temperature: float, limit: int, seed: int
     ) -> list[list[int]]:
-        """At most `limit` tokens behind each prompt, up to the one that ends the text. Raises ValueError if
+        """At most `limit` tokens after each prompt, up to the one that ends the text. Raises ValueError if
         the memory does not hold one text."""
         torch.manual_seed(seed)
         self._temperature.fill_(temperature)
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        said: dict[int, list[int]] = {}
+        texts: dict[int, list[int]] = {}
         while order:
             width = -(-len(prompts[order[0]]) // 16) * 16
             capacity = -(-(width + limit) // (2 * SPAN)) * 2 * SPAN
@@ -147,88 +138,89 @@ class Wide:
                 raise ValueError(f"a prompt of {len(prompts[order[0]])} tokens leaves the GPU no memory")
             rows = min(1 << ((self.slots // capacity).bit_length() - 1), _power(len(order)))
             some, order = order[:rows], order[rows:]
-            made = self._batch([prompts[i] for i in some], rows, capacity, width, limit)
-            said.update(zip(some, map(self._cut, made), strict=True))
-        return [said[i] for i in range(len(prompts))]
+            written = self._write([prompts[i] for i in some], rows, capacity, width, limit)
+            for i, tokens in zip(some, written, strict=True):
+                end = next((j + 1 for j, token in enumerate(tokens) if token in self._ends), len(tokens))
+                texts[i] = tokens[:end]
+        return [texts[i] for i in range(len(prompts))]
 
-    def _cut(self, tokens: list[int]) -> list[int]:
-        """Up to the first token that ends a text."""
-        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in self._ends), len(tokens))]
-
-    def _batch(
+    def _write(
         self, prompts: Sequence[Sequence[int]], rows: int, capacity: int, width: int, limit: int
     ) -> list[list[int]]:
-        """What some texts say. Graphs are kept for the next texts of the same sizes."""
-        texts, alive = self._texts_of(rows, capacity), [*range(len(prompts))]  # the text of each row
-        said: list[list[int]] = [[] for _ in prompts]
-        self._read(texts, prompts, width)
+        """Texts after some prompts. Graphs stay for the next texts of the same sizes."""
+        batch, texts = self._batch(rows, capacity), [*range(len(prompts))]  # the text of each row
+        written: list[list[int]] = [[] for _ in prompts]
+
+        def keep(count: int) -> None:
+            for text, tokens in zip(texts, batch.written[:, :count].tolist(), strict=False):
+                written[text] = tokens
+
+        self._read(batch, prompts, width)
         for step in range(1, limit):
-            if step % LOOK == 0 and (ended := texts.ended.tolist()).count(False) <= rows // 2:
-                self._keep(texts, said, alive, step)
-                kept = [row for row in range(len(alive)) if not ended[row]]
-                if not kept:
-                    return said
-                if (fewer := max(LEAST, _power(len(kept)))) < rows:
-                    smaller = self._texts_of(fewer, capacity)
-                    self._move(texts, smaller, kept, width + step)
-                    rows, texts, alive = fewer, smaller, [alive[row] for row in kept]
+            if step % LOOK == 0 and (ended := batch.ended.tolist()).count(False) <= rows // 2:
+                keep(step)
+                alive = [row for row in range(len(texts)) if not ended[row]]
+                if not alive:
+                    return written
+                if (fewer := max(LEAST, _power(len(alive)))) < rows:
+                    smaller = self._batch(fewer, capacity)
+                    _move(batch, smaller, alive, width + step)
+                    rows, batch, texts = fewer, smaller, [texts[row] for row in alive]
             used = min(-(-(width + step) // SPAN) * SPAN, capacity)
             if (rows, capacity, used) not in self._steps:
-                self._steps[rows, capacity, used] = self._step(texts, used)
+                self._steps[rows, capacity, used] = self._step(batch, used)
             self._steps[rows, capacity, used]()
-        self._keep(texts, said, alive, limit)
-        return said
+        keep(limit)
+        return written
 
-    def _texts_of(self, rows: int, capacity: int) -> _Texts:
-        if (rows, capacity) not in self._texts:
+    def _batch(self, rows: int, capacity: int) -> _Batch:
+        if (rows, capacity) not in self._batches:
             L, heads, D = self._shape
             count = L * rows * heads * capacity * D
-            keys, values = (x[:count].view(L, rows, heads, capacity, D) for x in self._memory)
+            cache = _Slots(*(x[:count].view(L, rows, heads, capacity, D) for x in self._memory))
             zeros = torch.zeros(rows, dtype=torch.long, device=self.device)
-            cache, written = _Slots(keys, values), zeros[:, None].repeat(1, capacity)
-            self._texts[rows, capacity] = _Texts(
-                cache, zeros, zeros.clone(), zeros.bool(), written, zeros[:1].clone()
-            )
-        return self._texts[rows, capacity]
+            written, step = zeros[:, None].repeat(1, capacity), zeros[:1].clone()
+            self._batches[rows, capacity] = _Batch(cache, zeros, zeros.clone(), zeros.bool(), written, step)
+        return self._batches[rows, capacity]
 
-    def _read(self, texts: _Texts, prompts: Sequence[Sequence[int]], width: int) -> None:
+    def _read(self, batch: _Batch, prompts: Sequence[Sequence[int]], width: int) -> None:
         """Read the prompts, and choose the first token of each."""
-        texts.cache.at.fill_(width)
-        texts.step.fill_(1)
-        texts.pads.zero_()
-        texts.ended.fill_(True)
-        at, each = torch.arange(width, device=self.device), max(1, CHUNK // width)
-        for first in range(0, len(prompts), each):
-            some = prompts[first : first + each]
-            texts.cache.rows = rows = slice(first, first + len(some))
+        batch.cache.next.fill_(width)
+        batch.step.fill_(1)
+        batch.pads.zero_()
+        batch.ended.fill_(True)
+        slots, at_once = torch.arange(width, device=self.device), max(1, CHUNK // width)
+        for first in range(0, len(prompts), at_once):
+            some = prompts[first : first + at_once]
+            batch.cache.rows = rows = slice(first, first + len(some))
             tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in some], device=self.device)
             pads = torch.tensor([width - len(p) for p in some], device=self.device)
-            # Padding reads itself: a row that reads nothing says what is no number.
-            seen = (at <= at[:, None]) & (at >= pads[:, None, None]) | (at == at[:, None])
-            logits = self._logits(tokens, at - pads[:, None], seen[:, None], texts.cache)
-            texts.pads[rows], texts.token[rows] = pads, self._chosen(logits)
-            texts.ended[rows] = torch.isin(texts.token[rows], self._eos)
-        texts.written[:, 0] = texts.token
+            # Padding reads itself: a fully masked row is NaN.
+            seen = (slots <= slots[:, None]) & (slots >= pads[:, None, None]) | (slots == slots[:, None])
+            logits = self._logits(tokens, slots - pads[:, None], seen[:, None], batch.cache)
+            batch.pads[rows], batch.token[rows] = pads, self._choose(logits)
+            batch.ended[rows] = torch.isin(batch.token[rows], self._eos)
+        batch.written[:, 0] = batch.token
 
-    def _step(self, texts: _Texts, used: int) -> Callable[[], Any]:
+    def _step(self, batch: _Batch, used: int) -> Callable[[], Any]:
         """A step in which texts read the first `used` slots."""
-        at = torch.arange(used, device=self.device)
+        slots = torch.arange(used, device=self.device)
 
         def step() -> None:
-            texts.cache.used = used
-            seen = (at >= texts.pads[:, None]) & (at <= texts.cache.at)
-            positions = (texts.cache.at - texts.pads)[:, None]
-            logits = self._logits(texts.token[:, None], positions, seen[:, None, None], texts.cache)
-            texts.token.copy_(torch.where(texts.ended, texts.token, self._chosen(logits)))
-            texts.written.index_copy_(1, texts.step, texts.token[:, None])
-            texts.ended.logical_or_(torch.isin(texts.token, self._eos))
-            texts.step.add_(1)
-            texts.cache.at.add_(1)
+            batch.cache.used = used
+            seen = (slots >= batch.pads[:, None]) & (slots <= batch.cache.next)
+            positions = (batch.cache.next - batch.pads)[:, None]
+            logits = self._logits(batch.token[:, None], positions, seen[:, None, None], batch.cache)
+            batch.token.copy_(torch.where(batch.ended, batch.token, self._choose(logits)))
+            batch.written.index_copy_(1, batch.step, batch.token[:, None])
+            batch.ended.logical_or_(torch.isin(batch.token, self._eos))
+            batch.step.add_(1)
+            batch.cache.next.add_(1)
 
         if self.device.type != "cuda":
             return step
         # A capture is preceded by a step, whose changes are put back.
-        changed = (texts.written, texts.token, texts.ended, texts.step, texts.cache.at)
+        changed = (batch.written, batch.token, batch.ended, batch.step, batch.cache.next)
         before = [x.clone() for x in changed]
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         replay = cuda_graph(step, self._pool)[1]
@@ -250,35 +242,26 @@ class Wide:
         logits: Tensor = out.logits[:, -1].float()
         return logits
 
-    def _chosen(self, logits: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor) -> Tensor:
         """The likeliest token at T = 0, else one drawn: of p / e, with exponential noise e, the largest."""
         T = self._temperature
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-30)
         drawn = (logits / T.clamp(min=1e-3)).softmax(-1) / noise
         return torch.where(T > 0, drawn, logits).argmax(-1)
 
-    @staticmethod
-    def _keep(texts: _Texts, said: list[list[int]], alive: Sequence[int], count: int) -> None:
-        """Take down what rows say so far."""
-        for text, tokens in zip(alive, texts.written[:, :count].tolist(), strict=False):
-            said[text] = tokens
 
-    @staticmethod
-    def _move(texts: _Texts, smaller: _Texts, kept: Sequence[int], used: int) -> None:
-        """Let some rows go on among fewer. Both lie in the same memory, and each layer moves to its front."""
-        fill = [kept[0]] * (len(smaller.token) - len(kept))
-        index = torch.tensor([*kept, *fill], device=texts.token.device)
-        for stored, goal in (
-            (texts.cache.keys, smaller.cache.keys),
-            (texts.cache.values, smaller.cache.values),
-        ):
-            for old, new in zip(stored, goal, strict=True):
-                new[:, :, :used] = old[index, :, :used]  # the right side is a copy
-        for old, new in zip(texts[1:5], smaller[1:5], strict=True):
-            new.copy_(old[index])
-        smaller.ended[len(kept) :] = True
-        smaller.step.copy_(texts.step)
-        smaller.cache.at.copy_(texts.cache.at)
+def _move(batch: _Batch, smaller: _Batch, rows: Sequence[int], used: int) -> None:
+    """Let some rows go on among fewer. Both lie in the same memory, and each layer moves to its front."""
+    fill = [rows[0]] * (len(smaller.token) - len(rows))
+    index = torch.tensor([*rows, *fill], device=batch.token.device)
+    old_layers, new_layers = ([*x.cache.keys, *x.cache.values] for x in (batch, smaller))
+    for old, new in zip(old_layers, new_layers, strict=True):
+        new[:, :, :used] = old[index, :, :used]  # the right side is a copy
+    for old, new in zip(batch[1:5], smaller[1:5], strict=True):
+        new.copy_(old[index])
+    smaller.ended[len(rows) :] = True
+    smaller.step.copy_(batch.step)
+    smaller.cache.next.copy_(batch.cache.next)
 
 
 def _power(n: int) -> int:

@@ -19,45 +19,38 @@ from slipstream.targets.prompts import check_readable, message_of
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool"}
 ROLES |= {"system": "system", "developer": "system"}
 REASONS = ("reasoning_content", "reasoning", "thinking")
-WRITTEN = (*REASONS, "name", "tool_calls", "tool_call_id")  # may be written beside a message's content
+OPTIONAL = (*REASONS, "name", "tool_calls", "tool_call_id")  # fields of a message
 SHAPES = (
     '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"}, {"prompt", "completion"} '
     'or {"text"}'
 )
 TURNS = {"messages", "conversations", "instruction"}
-RECORDED = ["source", "made", "kind", "temperature", "finished"]  # what is said of a row
+RECORDED = ["source", "made", "kind", "temperature", "finished"]  # how a row was written
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence, and which of its tokens the drafter learns to predict.
+    """One sequence, and which of its tokens the drafter learns to predict."""
 
-    Attributes:
-        tokens: ids as decoding reads them: each prompt through the chat template, then its answer.
-        loss: true for the tokens to learn, which are the assistant's own and the token that ends its turn.
-        greedy: the row says that the answer is the target's at T = 0.
-        asked: the question's tokens, where the prompt holds a system message or raw text is cut.
-    """
-
-    tokens: list[int]
-    loss: list[bool]
-    greedy: bool = False
-    asked: tuple[int, ...] = ()
+    tokens: list[int]  # as decoding reads them: each prompt through the chat template, then its answer
+    loss: list[bool]  # true for tokens to learn: the assistant's own, and the one that ends its turn
+    greedy: bool = False  # the row says that the answer is the target's at T = 0
+    asked: tuple[int, ...] = ()  # the question, where the prompt has a system message or raw text is cut
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the first one to learn: a conversation's first question. Of raw text, a half."""
+        """The tokens before the first one to learn: a conversation's first question, or half of raw text."""
         return self.tokens[: len(self.tokens) // 2 if all(self.loss) else max(self.loss.index(True), 1)]
 
     @property
     def question(self) -> tuple[int, ...]:
-        """What no other example may ask if this one is held out, behind whatever system message. Raw text
-        asks nothing: it is all of it."""
+        """What no training example may ask if this one is held out: the question without its system message,
+        or all of a raw text."""
         return self.asked or tuple(self.tokens if all(self.loss) else self.prompt)
 
     @property
     def answer(self) -> list[int]:
-        """The tokens to learn behind the prompt, up to the first one that is not learnt."""
+        """The tokens to learn after the prompt, up to the first one that is not learnt."""
         start = len(self.prompt)
         return self.tokens[start:][: len(list(takewhile(bool, self.loss[start:])))]
 
@@ -103,18 +96,19 @@ def load_examples(
             f"within the first {max_length} tokens, or let the target write the "
             f"answers: {suggested(f'regenerate {shlex.join(paths)} --out answers.jsonl')}"
         )
-    if not (chosen := [example for example in examples if example.greedy or not greedy]):
+    examples = [example for example in examples if example.greedy or not greedy]
+    if not examples:
         raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
-    return chosen
+    return examples
 
 
-def _check_own(made: Any, target: Target) -> None:
+def _check_own(made_by: Any, target: Target) -> None:
     """Raise ValueError if a row says that another target wrote it."""
-    wrote = made.get("fingerprint", target.fingerprint) if isinstance(made, dict) else target.fingerprint
-    if wrote != target.fingerprint:
+    if isinstance(made_by, dict) and made_by.get("fingerprint", target.fingerprint) != target.fingerprint:
+        writer = f"target {made_by.get('target', 'unnamed')} ({made_by['fingerprint']})"
         raise ValueError(
-            f"target {made.get('target', 'unnamed')} ({wrote}) wrote it, and this target is {target.name} "
-            f"({target.fingerprint}): give --target as the data has it, or --force to learn another's answers"
+            f"{writer} wrote it, and this target is {target.name} ({target.fingerprint}): give --target as "
+            "the data has it, or --force to learn another's answers"
         )
 
 
@@ -145,7 +139,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def check_lines(path: str) -> None:
-    """Raise ValueError for a file to write rows to whose name says that it holds raw text or is gzipped."""
+    """Raise ValueError for an output of rows whose name is that of raw text or of a gzipped file."""
     if _is_raw(path):
         raise ValueError(f"output {path} would be read as raw text, and holds JSON: name a .jsonl file")
     if path.endswith(".gz"):
@@ -165,8 +159,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     elif "conversations" in row:
         turns = row["conversations"]
     elif "instruction" in row:
-        asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-        turns = [{"role": "user", "content": asked}]
+        question = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
+        turns = [{"role": "user", "content": question}]
         turns += [{"role": "assistant", "content": row["output"]}] if "output" in row else []
     else:
         raise ValueError(f"keys {sorted(row)}")
@@ -178,19 +172,20 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's or ShareGPT's shape, without what says nothing. Raises ValueError."""
-    given = {**turn, "role": turn["from"], "content": turn["value"]} if "from" in turn else turn
-    message = message_of(given)
-    if given.get("function_call"):
+    """A message in OpenAI's or ShareGPT's shape, without empty fields. Raises ValueError."""
+    turn = {**turn, "role": turn["from"], "content": turn["value"]} if "from" in turn else turn
+    message = message_of(turn)
+    if turn.get("function_call"):
         raise ValueError("function_call is of earlier versions of OpenAI's: write tool_calls")
-    if (weight := given.get("weight")) not in (None, 0, 1):
+    if (weight := turn.get("weight")) not in (None, 0, 1):
         raise ValueError(f"weight {weight!r}: give 0, of what is read and not learnt, or 1")
     if message["role"] not in ROLES:
         raise ValueError(f"role {message['role']!r}")
-    told = {key: message[key] for key in WRITTEN if message.get(key)}
-    if weight == 0 and ROLES[message["role"]] == "assistant":
-        told["weight"] = 0
-    return {"role": ROLES[message["role"]], "content": message["content"], **told}
+    role = ROLES[message["role"]]
+    optional = {key: message[key] for key in OPTIONAL if message.get(key)}
+    if weight == 0 and role == "assistant":
+        optional["weight"] = 0
+    return {"role": role, "content": message["content"], **optional}
 
 
 def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
@@ -198,6 +193,7 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
     ValueError: the target lacks a tokenizer or a chat template, or the template rewrites earlier turns."""
     if (words := target.text) is None:
         raise ValueError(f"target {target.name} has no tokenizer to read training data with")
+    greedy = row.get("temperature") == 0
     if "text" in row:
         ids = words.ids(row["text"], special=True)
         tokens = ids[:max_length]
@@ -207,22 +203,22 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         if "completion" in row and row.get("finished", True) and words.eos is not None:
             answer.append(words.eos)
         loss = [False] * len(prompt) + [True] * len(answer)
-        return Example((prompt + answer)[:max_length], loss[:max_length], row.get("temperature") == 0)
+        return Example((prompt + answer)[:max_length], loss[:max_length], greedy)
     if not words.has_chat:
         raise ValueError(
             f'target {target.name} has no chat template: give {{"prompt", "completion"}}, {{"text"}} '
             "or a .txt file"
         )
     messages, tools, tokens, loss, text = row["messages"], row.get("tools", ()), [], [], ""
-    named = target.generation_config.eos_token_id
-    ends = {*(named if isinstance(named, list) else [named]), words.eos}
+    eos = target.generation_config.eos_token_id
+    ends = {*(eos if isinstance(eos, list) else [eos]), words.eos}
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i in answers:
         asked = words.render(messages[:i], ask=True, tools=tools)
         answered = words.render(messages[: i + 1], ask=False, tools=tools)
         for key in (key for key in REASONS if key in messages[i]):
-            silent = {name: each for name, each in messages[i].items() if name != key}
-            if answered == words.render([*messages[:i], silent], ask=False, tools=tools):
+            without = {name: value for name, value in messages[i].items() if name != key}
+            if answered == words.render([*messages[:i], without], ask=False, tools=tools):
                 raise ValueError(f"the chat template of {target.name} does not write {key}: leave it out")
         if not (asked.startswith(text) and answered.startswith(asked)):
             raise ValueError(
@@ -239,9 +235,10 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         text = answered
     first = messages[: answers[0]] if answers else []
     bare = [message for message in first if message["role"] != "system"]
-    shorter = 0 < len(bare) < len(first)
-    question = tuple(words.ids(words.render(bare, ask=True, tools=tools))) if shorter else ()
-    return Example(tokens[:max_length], loss[:max_length], row.get("temperature") == 0, question)
+    question: tuple[int, ...] = ()
+    if 0 < len(bare) < len(first):
+        question = tuple(words.ids(words.render(bare, ask=True, tools=tools)))
+    return Example(tokens[:max_length], loss[:max_length], greedy, question)
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -251,7 +248,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(row.get("completion", ""), str):
             raise ValueError("completion is no string")
         return {key: row[key] for key in ("prompt", "completion") if key in row} | recorded
-    if "text" not in row or TURNS & row.keys():  # beside turns it is the same once more, rendered
+    if "text" not in row or TURNS & row.keys():  # a text next to turns is their rendering
         return {"messages": messages_of(row)} | _tools(row) | recorded
     if not isinstance(row["text"], str) or not row["text"]:
         raise ValueError("text is empty or no string")
@@ -283,18 +280,18 @@ def _reason(error: Exception) -> str:
 
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
-    """(training examples, held-out examples). At most `count`, and an eighth, are held out, each of another
-    question, with a greedy answer if there is one, which the target need not write again.
+    """(training examples, held-out examples). At most `count`, and an eighth of all, are held out, each with
+    another question. A greedy answer is preferred: the target need not write it again.
 
-    They are those whose questions hash least. So as many of data with further rows are none that were learnt
-    without those, and a head that goes on with more data (`head.start`) is judged by what it has not seen.
+    Held out are the questions with the smallest hashes. Further rows of data do not turn a learnt question
+    into a held-out one, so a head that is trained on with more data (`head.start`) is judged by unseen texts.
     """
     count = min(count, len(examples) // 8)
     order = sorted(range(len(examples)), key=lambda i: (examples[i].greedy, -i))
-    asked = {examples[i].question: i for i in order}  # the first greedy row that asks it, else the first
-    held = {asked[question] for question in sorted(asked, key=_digest)[:count]}
+    row_of = {examples[i].question: i for i in order}  # the first greedy row that asks it, else the first
+
+    def digest(question: tuple[int, ...]) -> bytes:
+        return hashlib.sha256(np.asarray(question, dtype=np.int32).tobytes()).digest()
+
+    held = {row_of[question] for question in sorted(row_of, key=digest)[:count]}
     return [e for i, e in enumerate(examples) if i not in held], [examples[i] for i in sorted(held)]
-
-
-def _digest(question: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(np.asarray(question, dtype=np.int32).tobytes()).digest()

@@ -14,10 +14,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from slipstream.files import parsed, read_text
 from slipstream.targets.special_tokens import texts_in
 
-EXCLUDED = 13  # words in a row that a row may not share with a question set
-WHOLE = 4  # words from which on a text of fewer than `EXCLUDED` may be no message of a row
-COMPARED = 5  # words in a row that near copies share
-NEAR = 0.7  # of the rows of `COMPARED` words of either text: near copies share as much
+EXCLUDED = 13  # consecutive words that a row may not share with a question set
+WHOLE = 4  # a question of at least so many words, and fewer than `EXCLUDED`, may be no message of a row
+COMPARED = 5  # consecutive words that are compared to find near copies
+NEAR = 0.7  # the share of these sequences that near copies have in common
 BANDS, IN_BAND = 16, 4  # of MinHash: texts of which half is shared meet in a band with probability 0.64
 LAG = 100  # words: the longest passage whose repetition is looked for
 LOOPED = 30  # words: the shortest run of repetitions that is a loop
@@ -33,7 +33,7 @@ def _hash(word: str) -> int:
 
 
 def shingles(text: str, n: int) -> UInt64[np.ndarray, " S"]:
-    """A number for each `n` words in a row, whatever their case and punctuation. Few words have none."""
+    """A number for each `n` consecutive words, without case and punctuation. Fewer words have none."""
     words = re.findall(r"\w+", text.lower())
     if len(words) < n:
         return np.empty(0, np.uint64)
@@ -42,14 +42,14 @@ def shingles(text: str, n: int) -> UInt64[np.ndarray, " S"]:
 
 
 def _marks(text: str) -> list[int]:
-    """Its rows of `EXCLUDED` words; of a shorter text all of its words, from `WHOLE` on."""
+    """The shingles of `EXCLUDED` words; of a shorter text that of all its words, if there are `WHOLE`."""
     count = min(EXCLUDED, len(re.findall(r"\w+", text)))
     return shingles(text, count).tolist() if count >= WHOLE else []
 
 
 def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
-    """What no row may hold of the texts in JSONL files. Raises ValueError where one cannot be read."""
-    found: set[int] = set()
+    """Shingles of texts in JSONL files, which no row may share. Raises ValueError for unreadable files."""
+    words: set[int] = set()
     for path in paths:
         lines = [line for line in read_text(path, "question file").split("\n") if line.strip()]
         if not lines:
@@ -62,12 +62,12 @@ def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
             except ValueError as error:
                 raise ValueError(f"question file {path}: {line[:40]!r} is no JSON object: {error}") from error
             for text in texts_in(row):
-                found.update(_marks(text))
-    return found
+                words.update(_marks(text))
+    return words
 
 
 def holds(text: str, words: set[int]) -> bool:
-    """Whether a text has one of the rows of `EXCLUDED` words, or is a shorter one of the texts."""
+    """Whether a text shares `EXCLUDED` consecutive words with the texts, or is a shorter one of them."""
     return not words.isdisjoint(_marks(text))
 
 
@@ -92,25 +92,24 @@ def near_copies(texts: Iterable[str]) -> Iterator[bool]:
     MinHash finds candidates. Then the share of common shingles is computed (Jaccard). Texts of fewer than
     `COMPARED` words must be equal.
     """
-    seen: dict[bytes, list[int]] = defaultdict(list)
-    kept: list[UInt64[np.ndarray, " S"]] = []
+    in_band: dict[bytes, list[int]] = defaultdict(list)
+    originals: list[UInt64[np.ndarray, " S"]] = []
     short: set[str] = set()
     for text in texts:
-        mine = np.unique(shingles(text, COMPARED))
-        if not len(mine):
+        shingled = np.unique(shingles(text, COMPARED))
+        if not len(shingled):
             yield text in short
             short.add(text)
             continue
-        signature = (mine * MIXERS[0] + MIXERS[1]).min(1).reshape(BANDS, IN_BAND)
+        signature = (shingled * MIXERS[0] + MIXERS[1]).min(1).reshape(BANDS, IN_BAND)
         keys = [bytes([band]) + row.tobytes() for band, row in enumerate(signature)]
-        met = {i for key in keys for i in seen[key]}
-        if copy := any(_jaccard(mine, kept[i]) >= NEAR for i in met):
-            yield copy
-            continue
-        for key in keys:
-            seen[key].append(len(kept))
-        kept.append(mine)
-        yield False
+        candidates = {i for key in keys for i in in_band[key]}
+        copy = any(_jaccard(shingled, originals[i]) >= NEAR for i in candidates)
+        if not copy:
+            for key in keys:
+                in_band[key].append(len(originals))
+            originals.append(shingled)
+        yield copy
 
 
 def _jaccard(a: UInt64[np.ndarray, " A"], b: UInt64[np.ndarray, " B"]) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 import urllib.request
@@ -23,31 +22,35 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.engine.generate import generate
 from slipstream.engine.settings import Settings
-from slipstream.files import evenly
+from slipstream.files import evenly, note
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
 from slipstream.targets.recorded import RecordedTarget
-from slipstream.training.batch_generation import Wide
+from slipstream.training.batch_generation import BatchGenerator
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
 Prompt = Messages | str  # a conversation to answer, or raw text to go on with
 STARTING = 300  # seconds for which a server that is not there yet is waited for
 AUDITED, AUDITED_TOKENS = 8, 64  # texts of a batch that an audit reads, and how much of each
-LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest, whatever rounding turned
+LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest; rounding turns a few
 KEY = "OPENAI_API_KEY"  # the environment's
 # HTTP's codes for a full queue, for a key that is missing or wrong, and for an address that is not the API's.
 BUSY, UNKNOWN, ELSEWHERE = 429, (401, 403), (404, 405)
 SILENCE = 3600  # seconds that a reply may take: a busy server holds requests back
 
 
-class Asked(NamedTuple):
+class TextRequest(NamedTuple):
     """A conversation to answer, or raw text to go on with. A seed of None is drawn by the writer."""
 
     messages: Prompt
     temperature: float
     seed: int | None
+
+    def answered(self, written: "Written") -> "Written":
+        """An answer without white space around it. What follows raw text is kept as it is."""
+        return written if isinstance(self.messages, str) else Written(written.text.strip(), written.finished)
 
 
 class Written(NamedTuple):
@@ -57,7 +60,7 @@ class Written(NamedTuple):
     finished: bool
 
 
-class Writer(ABC):
+class TextWriter(ABC):
     """Writes texts of at most `limit` tokens."""
 
     @property
@@ -71,9 +74,9 @@ class Writer(ABC):
         return True
 
     @abstractmethod
-    def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
+    def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
         """The assistant's answers, and what follows raw texts, in order. `batch` are
-        written at once, and taken from `asked` then."""
+        written at once, and taken from `requests` then."""
 
     @abstractmethod
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
@@ -81,12 +84,12 @@ class Writer(ABC):
 
 
 @final
-class TargetWriter(Writer):
-    """Writes by plain decoding: on a GPU of all texts at once, where `Wide` serves the target."""
+class TargetWriter(TextWriter):
+    """Writes by plain decoding: on a GPU of all texts at once, where `BatchGenerator` serves the target."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._wide: Wide | None = None
+        self._at_once: BatchGenerator | None = None
 
     @property
     def about(self) -> dict[str, str]:
@@ -97,41 +100,37 @@ class TargetWriter(Writer):
     def has_room(self, prompt: Prompt) -> bool:
         return has_room(self.target, prompt)
 
-    def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
-        waiting = iter(asked)
+    def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
+        waiting = iter(requests)
         while some := list(islice(waiting, batch)):
-            made: dict[int, Written] = {}  # neighbours may differ in temperature, which a pass may not
-            for temperature in dict.fromkeys(each.temperature for each in some):
-                group = [i for i, each in enumerate(some) if each.temperature == temperature]
+            answers: dict[int, Written] = {}  # neighbours may differ in temperature, which a pass may not
+            for temperature in dict.fromkeys(request.temperature for request in some):
+                group = [i for i, request in enumerate(some) if request.temperature == temperature]
                 prompts = [read(self.target, some[i].messages) for i in group]
                 written = self._write(prompts, temperature, limit, some[group[0]].seed)
-                made |= zip(group, written, strict=True)
-            yield from (_trimmed(each, made[i]) for i, each in enumerate(some))
+                answers |= zip(group, written, strict=True)
+            yield from (request.answered(answers[i]) for i, request in enumerate(some))
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
-        words = self.target.text
-        assert words is not None
-        return self._write([words.ids(text) for text in texts], temperature, limit, seed)
+        assert self.target.text is not None
+        return self._write([self.target.text.ids(text) for text in texts], temperature, limit, seed)
 
     def _write(
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
     ) -> list[Written]:
-        drawn: Any = {"temperature": temperature, "seed": seed or 0}
-        how = Settings.of(self.target, limit, **drawn)
-        if Wide.serves(self.target) and how.sampling == Sampling(**drawn) and not how.stop:
-            return self._write_wide(prompts, how)
-        made = generate(self.target, prompts, "vanilla", max_new_tokens=limit, **drawn)
-        return [Written(answer.text, answer.finish == "eos") for answer in made]
-
-    def _write_wide(self, prompts: list[list[int]], how: Settings) -> list[Written]:
-        words, limit, drawn = self.target.text, how.max_new_tokens, how.sampling
-        assert isinstance(self.target, HFTarget) and words is not None and limit is not None
-        if self._wide is None:
-            self._wide = Wide(self.target, how.eos)
-        made = self._wide.write(prompts, drawn.temperature, limit, drawn.seed)
-        audit(self.target, prompts, made, drawn.temperature)
-        texts = [tokens[: how.limit(prompt)] for prompt, tokens in zip(prompts, made, strict=True)]
-        return [Written(words.decode(tokens), tokens[-1] in how.eos) for tokens in texts]
+        sampling: Any = {"temperature": temperature, "seed": seed or 0}
+        settings = Settings.of(self.target, limit, **sampling)
+        plain = settings.sampling == Sampling(**sampling) and not settings.stop
+        if not (plain and BatchGenerator.serves(self.target)):
+            answers = generate(self.target, prompts, "vanilla", max_new_tokens=limit, **sampling)
+            return [Written(answer.text, answer.finish == "eos") for answer in answers]
+        assert isinstance(self.target, HFTarget) and self.target.text is not None
+        self._at_once = self._at_once or BatchGenerator(self.target, settings.eos)
+        limit = settings.max_new_tokens or limit
+        texts = self._at_once.write(prompts, temperature, limit, settings.sampling.seed)
+        audit(self.target, prompts, texts, temperature)
+        texts = [tokens[: settings.limit(prompt)] for prompt, tokens in zip(prompts, texts, strict=True)]
+        return [Written(self.target.text.decode(tokens), tokens[-1] in settings.eos) for tokens in texts]
 
 
 def read(target: Target, prompt: Prompt) -> list[int]:
@@ -148,28 +147,22 @@ def has_room(target: Target, prompt: Prompt) -> bool:
     return len(read(target, prompt)) < target.window
 
 
-def _trimmed(asked: Asked, written: Written) -> Written:
-    """An answer without white space around it. What follows raw text is kept as it is."""
-    return written if isinstance(asked.messages, str) else written._replace(text=written.text.strip())
-
-
 @torch.inference_mode()
 def audit(
-    target: Target, prompts: Sequence[list[int]], made: Sequence[list[int]], temperature: float
+    target: Target, prompts: Sequence[list[int]], texts: Sequence[list[int]], temperature: float
 ) -> None:
     """Hold some texts against the target's law, a pass each: at T = 0 their tokens are the likeliest, else
     their mean surprise is the law's entropy, up to six standard errors. Raises ValueError."""
-    some = evenly(list(zip(prompts, made, strict=True)), AUDITED)
-    texts = [(prompt, text[:AUDITED_TOKENS]) for prompt, text in some]
+    some = evenly(list(zip(prompts, texts, strict=True)), AUDITED)
+    recorded = RecordedTarget(target, [(prompt, text[:AUDITED_TOKENS]) for prompt, text in some], (FINAL,))
     likeliest, excess = list[Tensor](), list[Tensor]()
-    for tokens, logits in RecordedTarget(target, texts, (FINAL,)).answers():
+    for tokens, logits in recorded.answers():
         law = (logits.float() / (temperature or 1.0)).log_softmax(-1)
         likeliest.append((law.argmax(-1) == tokens).float())
         excess.append((law.exp() * law).sum(-1) - law.gather(1, tokens[:, None])[:, 0])
     share, over = torch.cat(likeliest).mean(), torch.cat(excess)
     error = over.std(correction=0).clamp(min=1.0) / len(over) ** 0.5
-    foreign = share < LIKELIEST if temperature == 0 else over.mean() > 6 * error
-    if foreign:
+    if share < LIKELIEST if temperature == 0 else over.mean() > 6 * error:
         raise ValueError(
             f"what {target.name} wrote at temperature {temperature:g} is not its own ({share:.0%} of the "
             "tokens are its likeliest): please report this; a server (--server) or a CPU writes meanwhile"
@@ -177,7 +170,7 @@ def audit(
 
 
 @final
-class ServerWriter(Writer):
+class ServerWriter(TextWriter):
     """Writes through an OpenAI-compatible server of the same model, such as `vllm serve`. A key is taken from
     OPENAI_API_KEY; a server whose queue is full is asked again.
 
@@ -194,22 +187,23 @@ class ServerWriter(Writer):
     def about(self) -> dict[str, str]:
         return {"server_model": self.model}
 
-    def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
-        def one(each: Asked) -> Written:
-            raw = isinstance(each.messages, str)
-            body: dict[str, Any] = {"prompt" if raw else "messages": each.messages}
-            body |= {"temperature": each.temperature, "max_tokens": limit}
+    def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
+        def one(request: TextRequest) -> Written:
+            messages = request.messages
+            raw = isinstance(messages, str)
+            body: dict[str, Any] = {"prompt" if raw else "messages": messages}
+            body |= {"temperature": request.temperature, "max_tokens": limit}
             try:
-                written = self._write("completions" if raw else "chat/completions", body, each.seed)
+                written = self._write("completions" if raw else "chat/completions", body, request.seed)
             except ValueError as error:
-                asked = each.messages if isinstance(each.messages, str) else each.messages[-1]["content"]
-                raise ValueError(f"{error}; it was asked {asked!r:.80}") from error
-            return _trimmed(each, written)
+                last = messages if isinstance(messages, str) else messages[-1]["content"]
+                raise ValueError(f"{error}; it was asked {last!r:.80}") from error
+            return request.answered(written)
 
         pool, sent = ThreadPoolExecutor(batch), deque[Future[Written]]()
         try:
-            for each in asked:
-                sent.append(pool.submit(one, each))
+            for request in requests:
+                sent.append(pool.submit(one, request))
                 while sent and (sent[0].done() or len(sent) == 2 * batch):  # a long answer holds up no others
                     yield sent.popleft().result()
             while sent:
@@ -228,13 +222,16 @@ class ServerWriter(Writer):
             return list(pool.map(one, range(len(texts))))
 
     def _write(self, path: str, body: dict[str, Any], seed: int | None) -> Written:
-        seeded = {} if seed is None else {"seed": seed}
-        body = {"model": self.model, **body, **seeded}
-        return self._ask(path, body, lambda reply: _written(reply["choices"][0]))
+        def read(reply: Any) -> Written:
+            choice = reply["choices"][0]
+            text = choice["message"]["content"] or "" if "message" in choice else choice["text"]
+            return Written(text, choice["finish_reason"] == "stop")
+
+        return self._ask(path, {"model": self.model, **body} | ({} if seed is None else {"seed": seed}), read)
 
     def _first_model(self) -> str:
         """The server's first model. A server that is still starting is waited for."""
-        until, told = time.monotonic() + STARTING, False
+        until = time.monotonic() + STARTING
         while True:
             try:
                 return self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
@@ -244,10 +241,7 @@ class ServerWriter(Writer):
                 starting = refused or getattr(cause, "code", None) == 503
                 if not starting or time.monotonic() >= until:
                     raise
-            if not told:
-                note = f"server {self.url} is not ready: waiting up to {STARTING} seconds for its start"
-                print(note, file=sys.stderr)
-                told = True
+            note(f"server {self.url} is not ready: waiting up to {STARTING} seconds for its start")
             time.sleep(1)
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
@@ -262,33 +256,28 @@ class ServerWriter(Writer):
                 with urllib.request.urlopen(request, timeout=SILENCE) as reply:
                     return read(json.load(reply))
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-                said = _said(error)
+                reason = _reason(error)
                 if getattr(error, "code", None) != BUSY or time.monotonic() >= until or self._ended.wait(1):
-                    raise ValueError(f"server {self.url}/{path}: {error}: {said}") from error
+                    raise ValueError(f"server {self.url}/{path}: {error}: {reason}") from error
 
 
-def _said(error: Exception) -> str:
-    """What a server says of its refusal, or what to do."""
+def _reason(error: Exception) -> str:
+    """The server's reason for a refusal, or what to do."""
     if isinstance(error, HTTPError):
         with error:
-            said = " ".join(error.read(500).decode(errors="replace").split())
+            text = " ".join(error.read(500).decode(errors="replace").split())
         if error.code in UNKNOWN:
             return f"put its key into {KEY}"
-        if said and error.code not in ELSEWHERE:
-            return said
+        if text and error.code not in ELSEWHERE:
+            return text
     return "give the base of an OpenAI-compatible server, such as http://localhost:8000/v1"
 
 
-def _written(choice: Any) -> Written:
-    text = choice["message"]["content"] or "" if "message" in choice else choice["text"]
-    return Written(text, choice["finish_reason"] == "stop")
-
-
-def writer_of(given: "str | Writer | None", target: AnyTarget) -> Writer:
+def writer_of(writer: "str | TextWriter | None", target: AnyTarget) -> TextWriter:
     """The server at a URL, a writer as it is, or the target where none is given. Raises ValueError."""
-    if given is None:
+    if writer is None:
         return TargetWriter(loaded(target))
-    return ServerWriter(given) if isinstance(given, str) else given
+    return ServerWriter(writer) if isinstance(writer, str) else writer
 
 
 def wrapped(seed: int) -> int:

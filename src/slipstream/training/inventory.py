@@ -17,39 +17,31 @@ from slipstream.results import Figures, Part, Result, flat, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, encode_row, read_rows
 from slipstream.training.dedup import excluded_words, holds, loops, near_copies
-from slipstream.training.synthesize import Told
+from slipstream.training.synthesize import LineProgress
 
 ALL = "all"
 SHORT = 50  # words: shorter answers are compared together with their questions
 LONG = 2**31  # tokens: no row is cut
+FAULTS = ("excluded", "loops", "repeats")  # why rows are dropped
 
 
 class Holding(Part):
-    """Rows of one kind. Shares are of rows; lengths are tokens, at the median, at 95 % and at most.
-
-    Attributes:
-        answer_tokens: those that are learnt.
-        prompt: lengths of what is not learnt, the chat template's words included.
-        answer: lengths of what is learnt.
-        excluded: rows that share words with a question set.
-        loops: other rows of which an answer repeats itself.
-        repeats: other rows that are nearly one before them, or the beginning of another.
-    """
+    """Rows of one kind. Shares are of rows; lengths are tokens, at the median, at 95 % and at most."""
 
     rows: int
-    answer_tokens: int
-    prompt: tuple[int, int, int]
-    answer: tuple[int, int, int]
+    answer_tokens: int  # that are learnt
+    prompt: tuple[int, int, int]  # lengths of what is not learnt, the chat template's words included
+    answer: tuple[int, int, int]  # lengths of what is learnt
     finished: float
     greedy: float
     several_turns: float
-    excluded: int
-    loops: int
-    repeats: int
+    excluded: int  # rows that share words with a question set
+    loops: int  # other rows of which an answer repeats itself
+    repeats: int  # other rows that are nearly one before them, or the beginning of another
 
 
 @dataclass
-class Counted:
+class CountedRow:
     """A row with its kind, and its tokens. `fault`: why it is dropped."""
 
     row: dict[str, Any]
@@ -72,8 +64,8 @@ class Counted:
     @property
     def compared(self) -> str:
         """What makes the row a near copy: its answers, and if they are short, its questions, too."""
-        said = "\n".join(self.answers)
-        return said if len(said.split()) >= SHORT else "\n".join(self.texts)
+        answers = "\n".join(self.answers)
+        return answers if len(answers.split()) >= SHORT else "\n".join(self.texts)
 
 
 class Inventory(Result):
@@ -93,7 +85,7 @@ class Inventory(Result):
         return Group(*tables)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [{"kind": kind} | flat(held) for kind, held in self.kinds.items()]
+        return [{"kind": kind} | flat(holding) for kind, holding in self.kinds.items()]
 
 
 @public
@@ -102,7 +94,7 @@ def inventory(
     files: Paths,
     exclude: Paths = (),
     out: str | PathLike[str] | None = None,
-    progress: Told = lambda rows, of: None,
+    progress: LineProgress = lambda rows, of: None,
 ) -> Inventory:
     """Count what training data holds, by kind: what `synthesize` calls so, else the file's name.
 
@@ -121,24 +113,20 @@ def inventory(
         check_lines(fspath(out))
         check_writable(fspath(out), reads=[*paths, *(fspath(path) for path in exclude)])
     words = excluded_words(exclude)
-    found = [(path, number, row) for path in paths for number, row in read_rows(path)]
-    if not found:
+    lines = [(path, number, row) for path in paths for number, row in read_rows(path)]
+    if not lines:
         raise ValueError(f"{', '.join(paths)}: no rows: give training data")
     counted = []
-    for done, (path, number, row) in enumerate(found, 1):
+    for done, (path, number, row) in enumerate(lines, 1):
         try:
             example = encode_row(row, target, LONG)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         kind = str(row.get("kind") or Path(path.removesuffix(".gz")).stem)
-        counted.append(Counted({**row, "kind": kind}, sum(example.loss), len(example.tokens)))
-        progress(done, len(found))
+        counted.append(CountedRow({**row, "kind": kind}, sum(example.loss), len(example.tokens)))
+        progress(done, len(lines))
     _judge(counted, words)
-    report: dict[str, Any] = {
-        "target": target.name,
-        "files": paths,
-        "kinds": _by_kind(counted),
-    }
+    report: dict[str, Any] = {"target": target.name, "files": paths, "kinds": _by_kind(counted)}
     if out is not None:
         if not (good := [row for row in counted if row.fault is None]):
             faults = ", ".join(f"{n} {fault}" for fault, n in Counter(row.fault for row in counted).items())
@@ -151,8 +139,8 @@ def inventory(
     return Inventory(**made(), **report)
 
 
-def _judge(rows: Sequence[Counted], words: set[int]) -> None:
-    """Say of each row why it is to be dropped, if it is."""
+def _judge(rows: Sequence[CountedRow], words: set[int]) -> None:
+    """Set the `fault` of each row that is to be dropped."""
     for row in rows:
         if any(holds(text, words) for text in row.texts):
             row.fault = "excluded"
@@ -169,18 +157,18 @@ def _judge(rows: Sequence[Counted], words: set[int]) -> None:
             row.fault = "repeats"
 
 
-def _by_kind(rows: Sequence[Counted]) -> dict[str, Holding]:
+def _by_kind(rows: Sequence[CountedRow]) -> dict[str, Holding]:
     """What rows hold, by kind; and all of them, last, where there are several kinds."""
-    kinds = defaultdict[str, list[Counted]](list)
+    kinds = defaultdict[str, list[CountedRow]](list)
     for row in rows:
         kinds[row.row["kind"]].append(row)
-    held = {kind: _holding(kinds[kind]) for kind in sorted(kinds)}
-    total = f"{ALL} kinds" if ALL in held else ALL  # a file may be called all.jsonl
-    return held | ({total: _holding(rows)} if len(held) > 1 else {})
+    by_kind = {kind: _holding(kinds[kind]) for kind in sorted(kinds)}
+    total = f"{ALL} kinds" if ALL in by_kind else ALL  # a file may be called all.jsonl
+    return by_kind | ({total: _holding(rows)} if len(by_kind) > 1 else {})
 
 
-def _holding(rows: Sequence[Counted]) -> Holding:
-    def share(has: Callable[[Counted], bool]) -> float:
+def _holding(rows: Sequence[CountedRow]) -> Holding:
+    def share(has: Callable[[CountedRow], bool]) -> float:
         return round(sum(map(has, rows)) / len(rows), 4)
 
     faults = Counter(row.fault for row in rows)
@@ -192,9 +180,7 @@ def _holding(rows: Sequence[Counted]) -> Holding:
         finished=share(lambda row: bool(row.row.get("finished", True))),
         greedy=share(lambda row: row.row.get("temperature") == 0),
         several_turns=share(lambda row: len(row.answers) > 1),
-        excluded=faults["excluded"],
-        loops=faults["loops"],
-        repeats=faults["repeats"],
+        **{fault: faults[fault] for fault in FAULTS},
     )
 
 
@@ -204,13 +190,13 @@ def _lengths(tokens: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _table(title: str, kinds: dict[str, Holding], dropping: bool) -> Figures:
-    faults = ("excluded", "loops", "repeats") if dropping else ()
+    faults = FAULTS if dropping else ()
     lengths = ("prompt 50 / 95 / 100 %", "answer 50 / 95 / 100 %")
     table = Figures(title, "kind", "rows", "answer tokens", *lengths, "finished", "greedy", "turns", *faults)
-    for place, (kind, held) in enumerate(kinds.items(), 1):
-        spans = (" / ".join(f"{n:>4}" for n in tokens) for tokens in (held.prompt, held.answer))
-        shares = (f"{share:.0%}" for share in (held.finished, held.greedy, held.several_turns))
-        cells = (f"{held.rows:,}", f"{held.answer_tokens:,}", *spans, *shares)
-        style = "bold" if place == len(kinds) > 1 else ""
-        table.add_row(kind, *cells, *(f"{getattr(held, fault):,}" for fault in faults), style=style)
+    for number, (kind, holding) in enumerate(kinds.items(), 1):
+        spans = (" / ".join(f"{n:>4}" for n in tokens) for tokens in (holding.prompt, holding.answer))
+        shares = (f"{share:.0%}" for share in (holding.finished, holding.greedy, holding.several_turns))
+        cells = (f"{holding.rows:,}", f"{holding.answer_tokens:,}", *spans, *shares)
+        style = "bold" if number == len(kinds) > 1 else ""
+        table.add_row(kind, *cells, *(f"{getattr(holding, fault):,}" for fault in faults), style=style)
     return table

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 from slipstream.core.target import Target
 from slipstream.provenance import suggested
 from slipstream.training.dedup import loops
-from slipstream.training.generators import Messages, Prompt, Writer, Written, has_room, wrapped
+from slipstream.training.generators import Messages, Prompt, TextWriter, Written, has_room, wrapped
 
-HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
+PLACE = "\u2983slipstream\u2984"  # a user's message that marks its place in the rendered template
 ASK = "regenerate prompts.jsonl --out answers.jsonl"
 PATIENCE = 5  # batches' worth of tries without a usable prompt, after which synthesis stops
-WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
-FIRST = 32  # tokens of a raw text that a target without a chat template begins and goes on with
+WORDS = (4, 200)  # the fewest and the most tokens of a prompt that the target writes
+FIRST = 32  # tokens that begin a raw text, of a target without a chat template
 LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
 TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
-UNUSED = 0.75  # of a prompt that is not used is not counted; of all, a kind that never fits took all turns
-TRIES = 30  # answers that are looked at to find one
+UNUSED = 0.75  # of an unused prompt is not counted; if all were, a kind that never fits would take all turns
+TRIES = 30  # answers that are examined to find a fitting one
 FREE = {  # kinds whose prompts need nothing before them, and words that begin them
     "any": [""],
     "maths": [
@@ -46,14 +46,13 @@ ABOUT = {  # kinds whose prompts follow a text that the target wrote before
     "summaries": ["Summarize", "Write a short summary", "What are the main points", "Give the text a title"],
     "translation": ["Translate this into", "Translate the text above into", "How do you say this in"],
 }
-TURNS = {
-    "turns": ["", "Can you", "What about", "Now", "Why", "Please", "Could you", "How"]
-}  # follow an answer
+# kinds whose prompts follow an answer
+TURNS = {"turns": ["", "Can you", "What about", "Now", "Why", "Please", "Could you", "How"]}
 KINDS = FREE | ABOUT | TURNS
 TEXTS = ("any", "writing", "questions")  # kinds whose answers prompts of `ABOUT` follow
 
 
-class Question(NamedTuple):
+class PromptRow(NamedTuple):
     """A conversation to answer, or raw text to go on with. A temperature of None is the next in turn."""
 
     messages: Prompt
@@ -84,17 +83,18 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 def synthesize_prompts(
     target: Target,
-    writer: Writer,
+    writer: TextWriter,
     n: int,
     temperature: float,
     batch: int,
     seed: int | None,
     rows: Sequence[dict[str, Any]],
     kinds: Sequence[str] = ("any",),
-    crowded: list[Messages] | None = None,
-) -> Iterator[Question]:
+    crowded: list[Prompt] | None = None,
+) -> Iterator[PromptRow]:
     """Prompts that the target writes when it continues its chat template from where a user's words begin.
-    Too short, too long, unfinished and repeated ones are discarded.
+    Too short, too long, unfinished and repeated ones are discarded. Without a template they are the first
+    words of raw texts.
 
     Prompts come in units of `batch`, each of which is drawn from the seed, the number of its first row and
     the rows before it alone. The unit in which `rows` end comes again as a whole.
@@ -106,62 +106,65 @@ def synthesize_prompts(
         crowded: takes those that are discarded because they leave no room for an answer.
 
     Raises:
-        ValueError: the target has no chat template, or does not write usable prompts.
+        ValueError: the target does not write usable prompts; without a template, also for kinds that follow
+            an answer.
     """
-    if is_raw(target):
-        yield from _raw_texts(target, writer, n, temperature, batch, seed, rows, kinds)
-        return
-    opening_of(target, [])
+    if raw := is_raw(target):
+        limit, what, own = min(FIRST, target.window // 2), "beginnings of texts", "texts"
+        if other := [kind for kind in kinds if kind not in FREE]:
+            raise ValueError(
+                f"{other[0]} needs a chat template, which {target.name} lacks: {', '.join(FREE)} do not"
+            )
+    else:
+        limit, what, own = WORDS[1], "prompts", "prompts"
+    opening = raw_opening_of if raw else opening_of
+    opening(target, [])
     done, crowded = len(rows), [] if crowded is None else crowded
     begin = done - done % batch
-    known = Counter(row.get("kind") for row in rows[:begin])
-    kept = {key for row in rows[:begin] for key in _keys(row["messages"][:-1])}
-    late = {_key(row["messages"][:-1]) for row in rows[begin:]}  # a server may write others than these now
+    per_kind = Counter(row.get("kind") for row in rows[:begin])
+    known = {key for row in rows[:begin] for key in _keys(_asked(row))}
+    late = {_key(_asked(row)) for row in rows[begin:]}  # a server may write others than these now
     for start in range(begin, n if done < n else 0, batch):
-        # At most a share of a unit makes up for a kind's lack: one that never fits took all turns.
-        least = max(known.values(), default=0) - batch / len(kinds)
-        counts = {
-            kind: max(float(known[kind]), least) for kind in sorted(kinds, key=lambda kind: known[kind])
-        }
-        earlier, used, tries = rows[:start], set(kept), 0
-        made = start
+        # At most a share of a unit makes up for a kind's lack: one that never fits would take all turns.
+        least = max(per_kind.values(), default=0) - batch / len(kinds)
+        by_number = sorted(kinds, key=lambda kind: per_kind[kind])
+        counts = {kind: max(float(per_kind[kind]), least) for kind in by_number}
+        earlier, used, number, end, tries = rows[:start], set(known), start, min(start + batch, n), 0
         for i in count():
-            if made == min(start + batch, n):
+            if number == end:
                 break
             if tries >= PATIENCE * batch:
                 raise ValueError(
-                    f"target {target.name} wrote {made} usable prompts and then none: raise the "
-                    f"temperature, or give prompts of your own: {suggested(ASK)}"
+                    f"target {target.name} wrote {number} usable {what} and then none: raise the "
+                    f"temperature, or give {own} of your own: {suggested(ASK)}"
                 )
-            chance = random.Random(f"{seed} {start} {i}")
+            chance, size = random.Random(f"{seed} {start} {i}"), min(batch, 2 * (start + batch - number))
             begun, texts = list[Begun](), list[str]()
-            size = min(batch, 2 * (start + batch - made))
-            for each in [_begin(counts, used, earlier, chance) for _ in range(size)]:
-                text = opening_of(target, each.before) + each.text
-                if _fits(target, each, text):
-                    begun.append(each)
+            for prompt in [_begin(counts, used, earlier, chance) for _ in range(size)]:
+                text = opening(target, prompt.before) + prompt.text
+                if raw or _fits(target, prompt, text):
+                    begun.append(prompt)
                     texts.append(text)
                 else:
-                    counts[each.kind] -= UNUSED
+                    counts[prompt.kind] -= UNUSED
             tries += size
-            # No two share a seed.
-            first = None if seed is None else wrapped(seed + (start << 32) + i * batch)
-            answers = writer.go_on(texts, temperature, WORDS[1], first) if texts else []
-            for each, written in zip(begun, answers, strict=True):
-                prompt = _prompt(target, each, written)
-                if prompt is not None and not has_room(target, prompt):
-                    crowded.append(prompt)
-                    prompt = None
-                taken = used | late if made >= done else used
-                if prompt is None or _key(prompt) in taken or made == min(start + batch, n):
-                    counts[each.kind] -= UNUSED
+            # No two batches share a seed.
+            drawn = None if seed is None else wrapped(seed + (start << 32) + i * batch)
+            answers = writer.go_on(texts, temperature, limit, drawn) if texts else []
+            for prompt, answer in zip(begun, answers, strict=True):
+                whole = _whole(target, prompt, answer, raw)
+                if whole is not None and not has_room(target, whole):
+                    crowded.append(whole)
+                    whole = None
+                taken = used | late if number >= done else used
+                if whole is None or _key(whole) in taken or number == end:
+                    counts[prompt.kind] -= UNUSED
                     continue
-                tries = 0
-                used.add(_key(prompt))
-                kept.update(_keys(prompt))
-                known[each.kind] += 1
-                made += 1
-                yield Question(prompt, each.kind, each.temperature)
+                used.add(_key(whole))
+                known |= _keys(whole)
+                per_kind[prompt.kind] += 1
+                number, tries = number + 1, 0
+                yield PromptRow(whole, prompt.kind, prompt.temperature)
 
 
 def is_raw(target: Target) -> bool:
@@ -169,76 +172,34 @@ def is_raw(target: Target) -> bool:
     return target.text is not None and not target.text.has_chat
 
 
-def _raw_texts(
-    target: Target,
-    writer: Writer,
-    n: int,
-    temperature: float,
-    batch: int,
-    seed: int | None,
-    rows: Sequence[dict[str, Any]],
-    kinds: Sequence[str],
-) -> Iterator[Question]:
-    """The first words of raw texts, as the target writes them behind its first token and the words of a kind.
-    Raises ValueError as `synthesize_prompts` does, and for kinds that follow an answer."""
-    words = target.text
-    assert words is not None
-    if other := [kind for kind in kinds if kind not in FREE]:
-        raise ValueError(
-            f"{other[0]} needs a chat template, which {target.name} lacks: {', '.join(FREE)} do not"
-        )
-    first = words.ids("", special=True) or ([] if words.eos is None else [words.eos])
+def raw_opening_of(target: Target, before: Messages) -> str:
+    """The text of the token that begins raw texts. Raises ValueError if there is none."""
+    assert target.text is not None
+    first = target.text.ids("", special=True) or ([] if target.text.eos is None else [target.text.eos])
     if not first:
         raise ValueError(f"{target.name} has no token that begins a text: {suggested(ASK)}")
-    opening, begin = words.decode(first, special=True), len(rows) - len(rows) % batch
-    used = {row["prompt"] for row in rows[:begin]}
-    for start in range(begin, n if len(rows) < n else 0, batch):
-        made, end = start, min(start + batch, n)
-        for i in range(PATIENCE):
-            chance = random.Random(f"{seed} {start} {i}")
-            begun = [
-                (kinds[j % len(kinds)], chance.choice(FREE[kinds[j % len(kinds)]])) for j in range(made, end)
-            ]
-            drawn = None if seed is None else wrapped(seed + (start << 32) + i * batch)  # no two share a seed
-            texts = [opening + said for _, said in begun]
-            made_now = (
-                writer.go_on(texts, temperature, min(FIRST, target.window // 2), drawn) if texts else []
-            )
-            for (kind, said), written in zip(begun, made_now, strict=True):
-                text = said + written.text
-                if text not in used and len(words.ids(text)) >= WORDS[0]:
-                    used.add(text)
-                    made += 1
-                    yield Question(text, kind)
-        if made < end:
-            raise ValueError(
-                f"target {target.name} wrote {made} usable beginnings of texts and then none: raise the "
-                f"temperature, or give texts of your own: {suggested(ASK)}"
-            )
+    return target.text.decode(first, special=True)
 
 
 def opening_of(target: Target, before: Messages) -> str:
     """The chat template's text up to the user's next words. Raises ValueError if there is no template, or if
     it does not render a user's words as they are."""
+    own = f"give prompts of your own: {suggested(ASK)}"
     if target.text is None or not target.text.has_chat:
-        raise ValueError(
-            f"target {target.name} has no chat template to write prompts from: "
-            f"give prompts of your own: {suggested(ASK)}"
-        )
-    text = target.text.render([*before, {"role": "user", "content": HERE}], ask=False)
-    opening, here, _ = text.partition(HERE)
-    if not here:
+        raise ValueError(f"target {target.name} has no chat template to write prompts from: {own}")
+    text = target.text.render([*before, {"role": "user", "content": PLACE}], ask=False)
+    opening, place, _ = text.partition(PLACE)
+    if not place:
         raise ValueError(
             f"target {target.name}'s chat template changes a user's words, so that no prompts can be begun "
-            f"in it: give prompts of your own: {suggested(ASK)}"
+            f"in it: {own}"
         )
     return opening
 
 
 def _fits(target: Target, begun: Begun, text: str) -> bool:
-    """Whether the window has room behind a text, for the longest words, or half of a small window; and no
-    earlier turn writes a special token, which the text, as it is gone on with, could not tell from one."""
-    assert target.text is not None
+    """Whether the window has room for words after the text, and no earlier turn writes a special token."""
+    assert target.text is not None  # raw text cannot tell a written special token from a real one
     if target.text.render([*begun.before, {"role": "user", "content": begun.text}], ask=False).masked:
         return False
     return len(target.text.ids(text)) <= max(target.window - WORDS[1], target.window // 2)
@@ -246,66 +207,67 @@ def _fits(target: Target, begun: Begun, text: str) -> bool:
 
 def _begin(
     counts: dict[str, float],
-    kept: set[tuple[str, ...]],
+    used: set[tuple[str, ...]],
     rows: Sequence[dict[str, Any]],
     chance: random.Random,
 ) -> Begun:
-    """A prompt of the rarest kind that can be begun, which is counted. An answer that a conversation goes on
-    from is put into `kept`."""
+    """A prompt of the rarest kind that can be begun. It is counted, and what it continues is `used`."""
     for kind in sorted(counts, key=lambda kind: counts[kind]):
-        words, before, text = chance.choice(KINDS[kind]), [], ""
-        temperature = None
+        words, before, text, temperature = chance.choice(KINDS[kind]), [], "", None
         if kind in TURNS:
-            if (row := _earlier(rows, chance, kind, kept)) is None:
+            if (row := _earlier(rows, chance, kind, used)) is None:
                 continue
             before, temperature = row["messages"], row["temperature"]
-            kept.add(_key(before))
+            used.add(_key(before))
         elif kind in ABOUT:
-            texts = [_earlier(rows, chance, kind, kept) for _ in range(chance.choice([1, 1, 2]))]
-            if None in texts:
+            about = [_earlier(rows, chance, kind, used) for _ in range(chance.choice([1, 1, 2]))]
+            if None in about:
                 continue
-            text = _joined([row["messages"][-1]["content"] for row in texts if row is not None], kind)
+            texts = [row["messages"][-1]["content"] for row in about if row is not None]
+            if kind == "translation":  # of a paragraph
+                texts = [next(part for part in texts[0].split("\n") if part.strip())]
+            text = "\n\n".join([*texts, ""])
         counts[kind] += 1
         return Begun(kind, before, text + words, words, temperature)
     raise AssertionError("a free kind can always be begun")
 
 
-def _joined(texts: Sequence[str], kind: str) -> str:
-    """The text that a prompt is about: a paragraph to translate, or one or two whole texts."""
-    if kind == "translation":
-        texts = [next(part for part in texts[0].split("\n") if part.strip())]
-    return "\n\n".join([*texts, ""])
-
-
 def _earlier(
-    rows: Sequence[dict[str, Any]], chance: random.Random, kind: str, kept: set[tuple[str, ...]]
+    rows: Sequence[dict[str, Any]], chance: random.Random, kind: str, used: set[tuple[str, ...]]
 ) -> dict[str, Any] | None:
-    """A finished answer to go on from, or to write about; None if none is found."""
+    """A finished answer to go on from, or to write about, if one is found."""
     for row in (chance.choice(rows) for _ in range(TRIES if rows else 0)):
-        answer, about = row["messages"][-1]["content"], row.get("kind") in TEXTS
-        fits = len(answer.split()) >= TEXT_WORDS and about
+        answer = row["messages"][-1]["content"]
+        fits = len(answer.split()) >= TEXT_WORDS and row.get("kind") in TEXTS
         if kind in TURNS:
-            fits = len(row["messages"]) < 6 and _key(row["messages"]) not in kept
+            fits = len(row["messages"]) < 6 and _key(row["messages"]) not in used
         if fits and answer and row["finished"] and not loops(answer):
             return row
     return None
 
 
-def _prompt(target: Target, begun: Begun, written: Written) -> Messages | None:
-    """The whole conversation; None if its last words were cut, or are too few or too many."""
+def _whole(target: Target, begun: Begun, answer: Written, raw: bool) -> Prompt | None:
+    """The whole prompt; None if its last words were cut, or are too few or too many."""
     assert target.text is not None
-    words = target.text.ids((begun.words + written.text).strip(), special=True)
-    prompt = [*begun.before, {"role": "user", "content": (begun.text + written.text).strip()}]
-    if not written.finished or len(words) < WORDS[0]:
+    if raw:
+        text = begun.text + answer.text
+        return text if len(target.text.ids(text)) >= WORDS[0] else None
+    words = target.text.ids((begun.words + answer.text).strip(), special=True)
+    prompt = [*begun.before, {"role": "user", "content": (begun.text + answer.text).strip()}]
+    if not answer.finished or len(words) < WORDS[0]:
         return None
     long = begun.before or begun.text != begun.words
     return None if long and len(target.text.ids(target.text.render(prompt, ask=True))) > LONGEST else prompt
 
 
-def _keys(prompt: Messages) -> tuple[tuple[str, ...], ...]:
+def _asked(row: dict[str, Any]) -> Prompt:
+    return row["prompt"] if "prompt" in row else row["messages"][:-1]
+
+
+def _keys(prompt: Prompt) -> set[tuple[str, ...]]:
     """Of a prompt, and of the conversation that it goes on from."""
-    return _key(prompt), _key(prompt[:-1])
+    return {_key(prompt)} if isinstance(prompt, str) else {_key(prompt), _key(prompt[:-1])}
 
 
-def _key(messages: Messages) -> tuple[str, ...]:
-    return tuple(message["content"] for message in messages)
+def _key(prompt: Prompt) -> tuple[str, ...]:
+    return (prompt,) if isinstance(prompt, str) else tuple(message["content"] for message in prompt)

@@ -194,12 +194,12 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         if not isinstance(values, dict):
             what = type(values).__name__
             raise ValueError(f"recipe {path} is a {what}: write sections such as data: and loss:")
-    own, asked = values.get("method"), given.get("method")
-    if None not in (own, asked) and own != asked:
+    in_file, asked = values.get("method"), given.get("method")
+    if None not in (in_file, asked) and in_file != asked:
         raise ValueError(
-            f"recipe {path} is for {own!r}: {suggested(f'train {own}')}, or a recipe for {asked!r}"
+            f"recipe {path} is for {in_file!r}: {suggested(f'train {in_file}')}, or a recipe for {asked!r}"
         )
-    kind = recipe_class(asked or own or "eagle", "train" if asked else f"recipe {path}")
+    kind = recipe_class(asked or in_file or "eagle", "train" if asked else f"recipe {path}")
     values = _without_others(values, kind)
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -217,13 +217,13 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         recipe.staged()
         TreeSpec.parse(recipe.head.tree)
     except ValidationError as error:
-        complaints = "; ".join(_complaint(each, kind) for each in error.errors())
+        complaints = "; ".join(_complaint(problem, kind) for problem in error.errors())
         raise ValueError(f"recipe {path or 'overrides'}: {complaints}") from error
     return recipe
 
 
 def _put(values: dict[str, Any], section: str, settings: dict[str, Any]) -> None:
-    """Set some of a section, in the place of what its stages say, too."""
+    """Set some keys of a section, also where stages set them."""
     values[section] = {**_dict(values.get(section)), **settings}
     stages = values.get("stages")
     for stage in stages if isinstance(stages, list) else ():
@@ -233,7 +233,7 @@ def _put(values: dict[str, Any], section: str, settings: dict[str, Any]) -> None
 
 def recipe_class(method: Any, source: str) -> type[Recipe]:
     """The class of a method's recipes. Raises ValueError."""
-    known = {name: each.recipe for name, each in METHODS.items() if each.recipe is not None}
+    known = {name: entry.recipe for name, entry in METHODS.items() if entry.recipe is not None}
     if not isinstance(method, str) or method not in known:
         raise ValueError(f"{source}: method is {method!r}. Available: {', '.join(known)}")
     return resolve_name(known[method])
@@ -249,20 +249,19 @@ def _without_others(values: dict[str, Any], kind: type[Recipe]) -> dict[str, Any
     """The values of a file without settings of other methods, see `ONCE`."""
     dumped = ONCE["head"].keys() <= _dict(values.get("head")).keys()
 
-    def read(section: str, given: Any) -> Any:
-        if section not in ONCE or not isinstance(given, dict):
-            return given
-        others = ONCE[section].keys() - kind.section(section).model_fields.keys()
-        gone = {key for key in others & given.keys() if dumped or given[key] in ONCE[section][key]}
-        return {key: value for key, value in given.items() if key not in gone}
+    def own(sections: Any) -> Any:
+        if not isinstance(sections, dict):
+            return sections
+        result = dict(sections)
+        for section in ONCE.keys() & result.keys():
+            others = ONCE[section].keys() - kind.section(section).model_fields.keys()
+            if isinstance(settings := result[section], dict):
+                gone = {k for k in others & settings.keys() if dumped or settings[k] in ONCE[section][k]}
+                result[section] = {key: value for key, value in settings.items() if key not in gone}
+        return result
 
-    kept = {section: read(section, given) for section, given in values.items()}
-    if isinstance(stages := values.get("stages"), list):
-        kept["stages"] = [
-            {name: read(name, given) for name, given in stage.items()} if isinstance(stage, dict) else stage
-            for stage in stages
-        ]
-    return kept
+    stages = values.get("stages")
+    return own(values) | ({"stages": [*map(own, stages)]} if isinstance(stages, list) else {})
 
 
 def _yaml(text: str, what: str) -> Any:
@@ -284,11 +283,10 @@ def _complaint(error: Any, kind: type[Recipe]) -> str:
         return f"{where} is {error['input']!r}: {error['msg']}"
     *sections, key = map(str, error["loc"])
     fields = (kind.section(sections[0]) if sections else kind).model_fields
-    names = [method.name for method in METHODS.values() if method.recipe is not None]
-    readers = [n for n in names if sections and key in recipe_class(n, "").section(sections[0]).model_fields]
-    if readers:
+    kinds = {name: recipe_class(name, "") for name, method in METHODS.items() if method.recipe is not None}
+    if readers := [m for m in kinds if sections and key in kinds[m].section(sections[0]).model_fields]:
         own = kind.model_fields["method"].default
         return f"{where}={error['input']} is read by {', '.join(readers)}, not by {own}: leave it out"
-    near = get_close_matches(key, fields, 1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    nearest = get_close_matches(key, fields, 1)
+    hint = f", did you mean {nearest[0]!r}?" if nearest else ""
     return f"unknown key {where}{hint} (known: {', '.join(fields)})"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Group
 from rich.panel import Panel
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from rich.text import Text
 
 from slipstream.core.target import Target
@@ -19,11 +19,10 @@ from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import load_examples
-from slipstream.training.progress import Evaluation, Filling, Seen
 from slipstream.training.recipe import Data, Recipe, load_recipe
-from slipstream.training.trainer import LOG, RECIPE, Trainer
+from slipstream.training.trainer import LOG, RECIPE, Evaluation, Filling, StepFigures, Trainer
 
-LEARNT, GIVEN = "black on green", "dim"
+LEARNT, READ = "black on green", "dim"
 
 
 class TrainingRun(Result):
@@ -50,7 +49,7 @@ class TrainingRun(Result):
         return Text(f"predicted τ {self.tau:.2f} ({self.tree}) after {tokens}, in {self.directory}")
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [asdict(each) for each in self.history]
+        return [asdict(evaluation) for evaluation in self.history]
 
     def plot(self, path: str | None = None) -> Any:
         """Predicted τ and acceptance by depth against the tokens trained on: a matplotlib Figure, which a
@@ -69,7 +68,7 @@ def train(
     overrides: str | Sequence[str] = (),
     resume: bool = False,
     force: bool = False,
-    progress: Callable[[Seen], None] = lambda _: None,
+    progress: Callable[[StepFigures], None] = lambda _: None,
     filling: Filling = lambda what, total: lambda n: None,
 ) -> TrainingRun:
     """Train a drafter for a target.
@@ -79,10 +78,10 @@ def train(
 
     Args:
         target: a target, or the name of one for `load_target`.
-        method: such as "eagle", or a whole recipe, beside which no data, recipe or overrides are given.
+        method: such as "eagle", or a whole recipe; then no data, recipe or overrides are given.
         directory: new, empty, or left by a run that saved nothing.
         data, recipe, overrides, resume: see `recipe_of`; `resume` goes on from the last checkpoint.
-        force: write whatever the directory holds, and learn answers that another target wrote, too.
+        force: write into any directory, whatever it holds, and learn answers of another target, too.
         progress: called with the figures of each step.
         filling: see `Trainer.prepare`.
 
@@ -91,16 +90,15 @@ def train(
         KeyboardInterrupt: Ctrl-C ended the run; it names the checkpoint, if there is one. SIGTERM leaves one.
     """
     directory = written_to(directory)
-    settled = method
-    if not isinstance(settled, Recipe):
-        settled = recipe_of(settled, directory, data, recipe, overrides, resume)
+    if not isinstance(method, Recipe):
+        method = recipe_of(method, directory, data, recipe, overrides, resume)
     elif data or recipe or overrides:
         raise ValueError("a whole recipe is given as method: put data, recipe and overrides into it")
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(loaded(target), settled, directory, resume, force)
+        trainer = Trainer(loaded(target), method, directory, resume, force)
         trainer.prepare(filling)
-        done = trainer.run(progress)
+        state = trainer.run(progress)
     except BaseException as stopped:
         with suppress(ValueError):  # no picture on a full disk: what ended the run says more
             _draw_curve(trainer, directory)
@@ -112,12 +110,12 @@ def train(
     return TrainingRun(
         **made(),
         directory=directory,
-        method=settled.method,
-        tree=settled.head.tree,
-        tau=done.best,
-        trained_tokens=done.trained,
-        minutes=round(done.seconds / 60, 1),
-        history=done.history,
+        method=method.method,
+        tree=method.head.tree,
+        tau=state.best,
+        trained_tokens=state.trained,
+        minutes=round(state.seconds / 60, 1),
+        history=state.history,
     )
 
 
@@ -129,7 +127,7 @@ def recipe_of(
     overrides: str | Sequence[str] = (),
     resume: bool = False,
 ) -> Recipe:
-    """The recipe of a file, with what else is given; a resumed run's own by default.
+    """The recipe of a file, with data and overrides in its place; by default that of a resumed run.
 
     Args:
         data: files of examples, in the place of the recipe's.
@@ -143,14 +141,14 @@ def recipe_of(
         directory = written_to(directory)
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/{RECIPE}"
-    given = {"data": {"files": [fspath(file) for file in several(data)]}} if data else {}
-    settled = load_recipe(recipe, several(overrides), method=method, **given)
+    sections = {"data": {"files": [fspath(file) for file in several(data)]}} if data else {}
+    settings = load_recipe(recipe, several(overrides), method=method, **sections)
     if directory is not None and not resume:
-        reads = {os.path.realpath(file): file for file in (*settled.data.files, recipe) if file is not None}
+        reads = {os.path.realpath(file): file for file in (*settings.data.files, recipe) if file is not None}
         for name in (RECIPE, LOG):
-            if read := reads.get(os.path.realpath(f"{directory}/{name}")):
-                raise ValueError(f"{read} is read by this run, which would write over it: name another --out")
-    return settled
+            if file := reads.get(os.path.realpath(f"{directory}/{name}")):
+                raise ValueError(f"{file} is read by this run, which would write over it: name another --out")
+    return settings
 
 
 def preview(target: Target, data: Data, count: int = 3, force: bool = False) -> Group:
@@ -161,11 +159,11 @@ def preview(target: Target, data: Data, count: int = 3, force: bool = False) -> 
     for i, example in enumerate(examples[:count]):
         text = Text()
         for token, learnt in zip(example.tokens, example.loss, strict=True):
-            text.append(target.text.decode([token], special=True), LEARNT if learnt else GIVEN)
+            text.append(target.text.decode([token], special=True), LEARNT if learnt else READ)
         title = f"example {i + 1}: {sum(example.loss)} of {len(example.tokens)} tokens are learnt"
         panels.append(Panel(text, title=title))
     legend = Text.assemble(
-        ("learnt", LEARNT), "  ", ("only read", GIVEN), "  · a token counts as an assistant's, or as its end"
+        ("learnt", LEARNT), "  ", ("only read", READ), "  · a token counts as an assistant's, or as its end"
     )
     return Group(*panels, legend)
 
@@ -192,23 +190,24 @@ class Watch:
     """Progress bars of a run. `Trainer` calls `filling` and `show`."""
 
     def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._stages: dict[int, TaskID] = {}
-        self._told = 0.0
+        self._bar, self._logged_tau = bar, 0.0
+        self._stages = dict[int, Any]()  # the task of each
 
     def filling(self, what: str, total: int) -> Callable[[int], None]:
         """Begin a bar for long work, and return what advances it by a number of tokens."""
         task = self._bar.add_task(what, total=total, note="(tokens)")
         return lambda n: self._bar.update(task, advance=n)
 
-    def show(self, seen: Seen) -> None:
+    def show(self, step: StepFigures) -> None:
         """Update the stage's bar with the latest figures."""
-        if seen.stage not in self._stages:
-            self._stages[seen.stage] = self._bar.add_task(f"stage {seen.stage + 1}", total=seen.of, note="")
-        note = f"predicted τ {seen.tau:.2f}  loss {seen.loss:.3f}  agree {seen.agree:.0%}"
-        note += f"  {seen.tokens_per_second:,.0f} tokens/s"
-        self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
-        if not self._bar.console.is_terminal and seen.tau != self._told:  # a log gets a line per prediction
-            self._told = seen.tau
-            where = f"stage {seen.stage + 1}, step {seen.step} of {seen.of}"
-            self._bar.console.print(f"{where}: {note}", soft_wrap=True)
+        stage = f"stage {step.stage + 1}"
+        if step.stage not in self._stages:
+            self._stages[step.stage] = self._bar.add_task(stage, total=step.of, note="")
+        note = f"predicted τ {step.tau:.2f}  loss {step.loss:.3f}  agree {step.agree:.0%}"
+        note += f"  {step.tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._stages[step.stage], completed=step.step, note=note)
+        if (
+            not self._bar.console.is_terminal and step.tau != self._logged_tau
+        ):  # a line per prediction in a log
+            self._logged_tau = step.tau
+            self._bar.console.print(f"{stage}, step {step.step} of {step.of}: {note}", soft_wrap=True)

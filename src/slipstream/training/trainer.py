@@ -6,9 +6,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
@@ -30,15 +30,55 @@ from slipstream.machine import memory_kept
 from slipstream.methods import METHODS
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.batch_generation import BACKENDS
-from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
 from slipstream.training.objective import Batch, Objective, coverage
-from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
 from slipstream.training.recipe import Data, Optimizer, Recipe
+from slipstream.training.resume import read_checkpoint, write_checkpoint
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A prediction of τ along the held-out answers."""
+
+    stage: int
+    step: int
+    trained: int  # tokens trained on before it
+    loss: float | None  # of the last step; None before the first
+    tau: float
+    acceptance: list[float]  # for each depth, the share of rounds that accept at least as deep
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved with every checkpoint."""
+
+    stage: int = 0  # the next stage and step to take
+    step: int = 0
+    trained: int = 0  # tokens learnt from, over all stages
+    seconds: float = 0.0  # spent on steps, over all stages
+    best: float = 0.0  # the highest predicted τ; the drafter directory holds the weights that reached it
+    history: list[Evaluation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The figures after a step."""
+
+    stage: int
+    step: int
+    of: int  # steps of this stage
+    loss: float
+    agree: float  # the share of tokens whose likeliest guess is the target's
+    tokens_per_second: float
+    tau: float  # the latest prediction
+
+
+Show = Callable[[StepFigures], None]
+Filling = Callable[[str, int], Callable[[int], None]]  # long work's name and tokens → progress in tokens
 
 
 class Trainer:
@@ -49,7 +89,7 @@ class Trainer:
     Args:
         directory: new, empty, or left by a run that saved nothing.
         resume: continue from the directory's last checkpoint, whose recipe must be the given one.
-        force: begin a run whatever the directory holds, and whichever target wrote the answers.
+        force: begin a run in any directory, whatever it holds, and with answers of any target.
 
     Raises:
         ValueError: the data, the directory or the checkpoint does not fit, or another process writes there.
@@ -63,8 +103,8 @@ class Trainer:
         objective = METHODS[recipe.method].objective
         assert objective is not None
         self._method: type[Objective] = resolve_name(objective)
-        read = recipe.head.reads(target.sizes.blocks)
-        self._taps = read if read[-1:] == (FINAL,) else (*read, FINAL)  # labels are last
+        taps = recipe.head.reads(target.sizes.blocks)
+        self._taps = taps if taps[-1:] == (FINAL,) else (*taps, FINAL)  # labels are last
         # One process reads features while the others wait.
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
@@ -72,14 +112,16 @@ class Trainer:
         self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
         self.progress = Progress()
         self.leads = self.accelerator.is_main_process  # only this process writes
-        self._stop, self._data_key = 0, ""
+        self._stop, self._data_key = 0, ""  # the signal to stop for; the key of the stage's features
         self.checkpoint: str | None = None  # where the last one was made
-        self._held, self._saved = ExitStack(), None
+        self._lock, self._saved = ExitStack(), None
         self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out questions
+        self._made_by: dict[str, Any] = {"target": target.fingerprint, "dtype": target.precision}
+        self._made_by |= {"processes": self.accelerator.num_processes}
+        self._made_by |= {"recipe": recipe.model_dump(mode="json")}
         with self._claimed():
             if resume:
-                made_by = (target.fingerprint, target.precision, self.accelerator.num_processes, recipe)
-                self._saved = read_checkpoint(self.home / STATE, *made_by, self.home / RECIPE)
+                self._saved = read_checkpoint(self.home / STATE, self._made_by, self.home / RECIPE)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -87,17 +129,17 @@ class Trainer:
         if not self.leads:
             yield
             return
-        directory, anything = self._directory, self._resume or self._force
+        directory, continues = self._directory, self._resume or self._force
         start = self.recipe.head.begins_as
         begun_as = [] if start is None else [find_drafter(start, self.target)]
-        with claimed(directory, ("train",), anything, [self.target.source, *begun_as]):
+        with claimed(directory, ("train",), continues, [self.target.source, *begun_as]):
             begun, drafts = (self.home / STATE).exists(), (self.home / "config.json").exists()
             if self._resume and not begun:
                 begin = "begin anew with --force" if drafts else "leave --resume out to begin"
                 raise ValueError(f"{directory} holds no checkpoint to resume: {begin}")
-            if not anything and (begun or drafts):
-                held = "training run: go on with --resume" if begun else "drafter: begin anew with --force"
-                raise ValueError(f"{directory} holds a {held}, or name another directory")
+            if not continues and (begun or drafts):
+                holds = "training run: go on with --resume" if begun else "drafter: begin anew with --force"
+                raise ValueError(f"{directory} holds a {holds}, or name another directory")
             yield
 
     def prepare(self, filling: Filling = lambda what, total: lambda n: None) -> None:
@@ -107,28 +149,30 @@ class Trainer:
             filling: called with a name and a number of tokens when long work begins; it returns a
                 function to call with each number of tokens done.
         """
-        with ExitStack() as held, sdpa_kernel(BACKENDS):
-            held.enter_context(self._claimed())  # released if this fails
+        with ExitStack() as lock, sdpa_kernel(BACKENDS):
+            lock.enter_context(self._claimed())  # released if this fails
             self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
             self._rehearse()
-            known = self._known_answers()
-            if known is None:
+            recorded = self._known_answers()
+            if recorded is None:
                 prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
                 advance = filling("answering held-out prompts", len(prompts) * limit)
-                known = record(self.target, prompts, limit, self._taps)
+                recorded = record(self.target, prompts, limit, self._taps)
                 advance(len(prompts) * limit)
-            features = [f[:n] for f, n in zip(known.tapped(self._taps), known.lengths, strict=True)]
-            self.objective = self._method.begin(self.recipe, self.target, self._all, torch.cat(features))
+            taps = zip(recorded.tapped(self._taps), recorded.lengths, strict=True)
+            features = torch.cat([states[:length] for states, length in taps])
+            self.objective = self._method.begin(self.recipe, self.target, self._all, features)
             self.vocab_coverage = coverage(self._all, self.objective._vocab)
-            self.recorded, self._filling = known, filling
-            if self._saved is not None:
-                self.objective.load_state_dict(self._saved["objective"])
-                self.progress = Progress.of(self._saved["progress"])
-                self._tell_checkpoint()
-                self.vocab_coverage = self._saved["coverage"]
-                if "vocab" in self._saved:
-                    self.objective.take_vocab(self._saved["vocab"])
-            self._held = held.pop_all()
+            self.recorded, self._filling = recorded, filling
+            if (saved := self._saved) is not None:
+                self.objective.load_state_dict(saved["objective"])
+                history = [Evaluation(**entry) for entry in saved["progress"]["history"]]
+                self.progress = Progress(**{**saved["progress"], "history": history})
+                self.checkpoint = self._place()
+                self.vocab_coverage = saved["coverage"]
+                if "vocab" in saved:
+                    self.objective.take_vocab(saved["vocab"])
+            self._lock = lock.pop_all()
 
     def _rehearse(self) -> None:
         """Make all that the recipe asks for once, before features take hours. Raises ValueError."""
@@ -151,26 +195,24 @@ class Trainer:
 
     def _read_data(self, data: Data) -> None:
         accepted = self._force or self._resume  # a run that goes on has looked at them
-        some = (data.max_length, data.limit, data.greedy, accepted)
-        examples = load_examples(data.files, self.target, *some)
+        names = ", ".join(data.files)
+        examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy, accepted)
         if (n := len(examples)) < 8:
-            raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
-        (own, self._held_out), self._data = hold_out(examples, data.held_out), data
+            raise ValueError(f"{n} examples remain of {names}: training takes 8 at least")
+        (others, self._held_out), self._data = hold_out(examples, data.held_out), data
         self._judged = self._judged or frozenset(example.question for example in self._held_out)
-        self._all = [example for example in own if example.question not in self._judged]
+        self._all = [example for example in others if example.question not in self._judged]
         if not self._all:
-            raise ValueError(
-                f"all {n} examples of {', '.join(data.files)} ask what held-out ones ask: give others"
-            )
+            raise ValueError(f"all {n} examples of {names} ask what held-out ones ask: give others")
 
-    def run(self, show: Show = lambda seen: None) -> Progress:
+    def run(self, show: Show = lambda figures: None) -> Progress:
         """Train to the end. Ctrl-C and SIGTERM leave a checkpoint to resume from. Then their own handlers are
         called: that of Ctrl-C raises KeyboardInterrupt.
 
         Raises:
             ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
         """
-        with self._held, sdpa_kernel(BACKENDS), memory_kept():
+        with self._lock, sdpa_kernel(BACKENDS), memory_kept():
             self._write_recipe()
             for stage in range(self.progress.stage, len(self.stages)):
                 self._run_stage(self.stages[stage], show)
@@ -200,7 +242,7 @@ class Trainer:
                 if progress.step % schedule.evaluate_every == 0 or progress.step == steps:
                     self._evaluate(loss)
                 tau = progress.history[-1].tau
-                show(Seen(progress.stage, progress.step, steps, loss, agree, counted / took, tau))
+                show(StepFigures(progress.stage, progress.step, steps, loss, agree, counted / took, tau))
                 if stop or (progress.step % schedule.save_every == 0 and progress.step < steps):
                     self._save(optimizer)
                 if stop:
@@ -226,8 +268,8 @@ class Trainer:
         self._data_key = features.key
         if self._saved is not None and self._saved["data"] not in (None, features.key):
             raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin anew")
-        if self.leads and features.kept:
-            total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
+        if self.leads and features.stored:
+            total = sum(len(self._all[i].tokens) for batch in batches[: features.stored] for i in batch)
             features.fill(self._filling("reading features", total))
         self.accelerator.wait_for_everyone()
         return features
@@ -242,10 +284,10 @@ class Trainer:
         seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
         with warnings.catch_warnings():  # norms keep fp32 weights in mixed precision
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-            drawn = torch.Generator(accelerator.device).manual_seed(seed)
-            loss, agreed = model(batch, recipe.loss, drawn)
-        own = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
-        counted, agree, total, stop = accelerator.reduce(own.double(), "sum").tolist()
+            generator = torch.Generator(accelerator.device).manual_seed(seed)
+            loss, agreed = model(batch, recipe.loss, generator)
+        sums = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
+        counted, agree, total, stop = accelerator.reduce(sums.double(), "sum").tolist()
         # Accelerate averages the processes' gradients, and the loss shall be a mean over all their tokens.
         accelerator.backward(loss * accelerator.num_processes / counted)
         norm = accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
@@ -282,8 +324,8 @@ class Trainer:
         drafter = self.objective.drafter(tree, storage)
         prediction = self.objective.judge(drafter, self.recorded)
         acceptance = [round(a, 4) for a in prediction.acceptance]
-        at = (progress.stage, progress.step, progress.trained, loss)
-        progress.history.append(Evaluation(*at, round(prediction.tau, 4), acceptance))
+        place = (progress.stage, progress.step, progress.trained, loss)
+        progress.history.append(Evaluation(*place, round(prediction.tau, 4), acceptance))
         better, progress.best = prediction.tau > progress.best, max(progress.best, prediction.tau)
         if not self.leads:
             return
@@ -300,6 +342,7 @@ class Trainer:
         progress = self.progress
         predicted = {name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")}
         predicted |= {"tree": self.recipe.head.tree, "texts": len(self.recorded.tokens)}
+        files = dict.fromkeys(Path(file).name for stage in self.stages for file in stage.data.files)
         return {
             "predicted": predicted,
             "trained_tokens": progress.trained,
@@ -308,7 +351,7 @@ class Trainer:
             "stage": progress.stage,
             "step": progress.step,
             "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
-            "data": list(dict.fromkeys(Path(file).name for each in self.stages for file in each.data.files)),
+            "data": [*files],
         }
 
     def _save(self, optimizer: Any) -> None:
@@ -321,19 +364,14 @@ class Trainer:
             "progress": asdict(self.progress),
             "coverage": self.vocab_coverage,
             "vocab": self.objective._vocab,
-            "target": self.target.fingerprint,
-            "dtype": self.target.precision,
             "data": None if optimizer is None else self._data_key,
-            "processes": self.accelerator.num_processes,
-            "recipe": self.recipe.model_dump(mode="json"),
         }
-        write_checkpoint(self.home / STATE, state)
-        self._tell_checkpoint()
+        write_checkpoint(self.home / STATE, state | self._made_by)
+        self.checkpoint = self._place()
 
-    def _tell_checkpoint(self) -> None:
-        self.checkpoint = f"step {self.progress.step}"
-        if len(self.stages) > 1:
-            self.checkpoint += f" of stage {self.progress.stage + 1}"
+    def _place(self) -> str:
+        stage = f" of stage {self.progress.stage + 1}" if len(self.stages) > 1 else ""
+        return f"step {self.progress.step}{stage}"
 
     def _write_recipe(self) -> None:
         if self.leads:
