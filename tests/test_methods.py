@@ -10,11 +10,11 @@ import pytest
 
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
+from slipstream.drafters.objective import Objective
+from slipstream.drafters.recipe import LayerHead, Recipe, StepsLoss
 from slipstream.interop.layouts import Layout
 from slipstream.methods import METHODS, Method, Methods, load_plugin, register
-from slipstream.training.objective import Objective
-from slipstream.training.recipe import Recipe, recipe_class
-from slipstream.training.recipes import LayerHead, StepsLoss
+from slipstream.training.recipe import recipe_class
 
 
 def test_reading_the_table_imports_no_torch():

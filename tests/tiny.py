@@ -43,7 +43,7 @@ from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
-from slipstream.drafters.draft_model import DraftModel, Part
+from slipstream.drafters.draft_model import DraftModel, LayerSubset
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
@@ -251,7 +251,7 @@ def distilled(
 ) -> DraftModel:
     """Part of the target, as if it had been trained, over a draft vocabulary."""
     vocab = torch.arange(0, target.vocab, 2)
-    part = scrambled(Part(blocks, target, vocab))
+    part = scrambled(LayerSubset(blocks, target, vocab))
     return DraftModel(part.model, target, tree, proposal, vocab, part)
 
 

@@ -68,15 +68,14 @@ def _head(
     prefix: str,
     help: str,
     layouts: dict[str, str] | None = None,
-    room: str = "methods",
 ) -> Method:
-    """A trained drafter. Its classes' names begin with `prefix`, and `room` is its objective's module."""
+    """A trained drafter of the package `drafters/name`, whose classes' names begin with `prefix`."""
     return Method(
         name,
         help,
-        drafter=f"slipstream.drafters.{name}:{prefix}",
-        objective=f"slipstream.training.{room}:{prefix}Objective",
-        recipe=f"slipstream.training.recipes:{prefix}Recipe",
+        drafter=f"slipstream.drafters.{name}.model:{prefix}",
+        objective=f"slipstream.drafters.{name}.objective:{prefix}Objective",
+        recipe=f"slipstream.drafters.{name}.objective:{prefix}Recipe",
         layouts={layout: f"slipstream.interop.{home}" for layout, home in (layouts or {}).items()},
         tunes=True,
     )
@@ -130,22 +129,22 @@ TABLE = (
         "a small head for each token ahead",
         {"medusa": "layouts:MedusaLayout", "medusa-vllm": "layouts:VLLMMedusaLayout"},
     ),
-    _head("bita", "Bita", "mask tokens in the target's own passes", room="bita"),
+    _head("bita", "Bita", "mask tokens in the target's own passes"),
     _head("glide", "Glide", "a decoder over the target's cache"),
     Method(
         "draft-model",
         "a smaller LM: draft-model:model=DIR",
-        make="slipstream.drafters.draft_model:DraftModel.named",
+        make="slipstream.drafters.draft_model.model:DraftModel.named",
         needs="model",
-        drafter="slipstream.drafters.draft_model:DraftModel",
-        objective="slipstream.training.objectives:DistillObjective",
-        recipe="slipstream.training.recipes:DraftModelRecipe",
+        drafter="slipstream.drafters.draft_model.model:DraftModel",
+        objective="slipstream.drafters.draft_model.objective:DistillObjective",
+        recipe="slipstream.drafters.draft_model.objective:DraftModelRecipe",
         tunes=True,
     ),
     Method(
         "self-speculative",
         "fewer of the target's blocks: self-speculative:skip=10-14",
-        make="slipstream.drafters.draft_model:DraftModel.of_itself",
+        make="slipstream.drafters.draft_model.model:DraftModel.of_itself",
         tunes=True,
     ),
 )

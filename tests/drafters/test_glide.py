@@ -11,13 +11,12 @@ from transformers import CohereConfig, LlamaConfig
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
-from slipstream.drafters.glide import CrossAttention, Glide, apart, rotates_pairs
+from slipstream.drafters.glide.model import CrossAttention, Glide, apart, rotates_pairs
+from slipstream.drafters.glide.objective import GlideObjective, GlideRecipe
 from slipstream.drafters.layers import Rope, attend_cache
 from slipstream.engine.generate import generate
 from slipstream.targets import HFTarget
 from slipstream.targets.support import rope
-from slipstream.training.objectives import GlideObjective
-from slipstream.training.recipes import GlideRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
 ROTARY = [family for family in tiny.FAMILIES if family not in ("gpt2", "opt")]

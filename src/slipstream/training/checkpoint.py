@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from slipstream.drafters.recipe import Recipe
 from slipstream.files import check_regular, first_line
-from slipstream.training.recipe import Recipe, stored_recipe
+from slipstream.training.recipe import stored_recipe
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:

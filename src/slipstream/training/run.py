@@ -13,6 +13,7 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from slipstream.core.target import Target
+from slipstream.drafters.recipe import Data, Recipe
 from slipstream.files import Paths, several, written_to
 from slipstream.plotting import picture
 from slipstream.provenance import public
@@ -20,7 +21,7 @@ from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import load_examples
 from slipstream.training.progress import Evaluation, Filling, Seen
-from slipstream.training.recipe import Data, Recipe, load_recipe
+from slipstream.training.recipe import load_recipe
 from slipstream.training.trainer import LOG, RECIPE, Trainer
 
 LEARNT, GIVEN = "black on green", "dim"

@@ -23,8 +23,10 @@ from torch.nn.attention import sdpa_kernel
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.directories import RUN, RUN_MARK, claimed
+from slipstream.drafters.objective import Batch, Objective, coverage
+from slipstream.drafters.recipe import Data, Optimizer, Recipe
 from slipstream.drafters.store import find_drafter, save_drafter
-from slipstream.engine.replay import Prediction, record
+from slipstream.engine.replay import Prediction, decoded, predict, record
 from slipstream.files import replacing, understood
 from slipstream.machine import memory_kept
 from slipstream.methods import METHODS
@@ -33,9 +35,7 @@ from slipstream.training.batch_generation import BACKENDS
 from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
-from slipstream.training.objective import Batch, Objective, coverage
 from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
-from slipstream.training.recipe import Data, Optimizer, Recipe
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
@@ -88,7 +88,7 @@ class Trainer:
             yield
             return
         directory, anything = self._directory, self._resume or self._force
-        start = self.recipe.head.begins_as
+        start = getattr(self.recipe.head, "start", None)
         begun_as = [] if start is None else [find_drafter(start, self.target)]
         with claimed(directory, ("train",), anything, [self.target.source, *begun_as]):
             begun, drafts = (self.home / STATE).exists(), (self.home / "config.json").exists()
@@ -280,7 +280,9 @@ class Trainer:
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
-        prediction = self.objective.judge(drafter, self.recorded)
+        # Passes that the objective makes itself, over masks, are in no record.
+        predicted = predict if self.objective.reads_features else decoded
+        prediction = predicted(drafter, self.recorded)
         acceptance = [round(a, 4) for a in prediction.acceptance]
         at = (progress.stage, progress.step, progress.trained, loss)
         progress.history.append(Evaluation(*at, round(prediction.tau, 4), acceptance))

@@ -32,14 +32,14 @@ class DraftModelState(State):
 
 
 @dataclass(frozen=True)
-class PartConfig:
+class LayerSubsetConfig:
     """Which of the target's blocks."""
 
     blocks: tuple[int, ...]
     taps: tuple[str, ...] = ()
 
 
-class Part(nn.Module):
+class LayerSubset(nn.Module):
     """The weights of a draft model of some of the target's blocks: copies of these and of the last norm. It
     uses the target's embedding and LM head, for the tokens of `vocab`. Raises ValueError if there is no such
     block."""
@@ -48,12 +48,12 @@ class Part(nn.Module):
         self, blocks: tuple[int, ...], target: Target, vocab: Int[Tensor, " Vd"] | None = None
     ) -> None:
         super().__init__()
-        self.config = PartConfig(tuple(sorted(set(blocks))))
+        self.config = LayerSubsetConfig(tuple(sorted(set(blocks))))
         self.model = target.part(self.config.blocks, own=True, vocab=vocab)
         for name, module in self.model.trunk().items():
             self.add_module(name, module)
 
-    def fill(self, tensors: dict[str, Tensor]) -> "Part":
+    def fill(self, tensors: dict[str, Tensor]) -> "LayerSubset":
         """Load trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
         fitted = {name: t.to(self.model.device, self.model.dtype) for name, t in tensors.items()}
         load_weights(self, fitted, "this draft model")
@@ -88,7 +88,7 @@ class DraftModel(Proposer):
         tree: str | Shape = "chain-5",
         proposal: str = "top-k",
         vocab: Int[Tensor, " Vd"] | None = None,
-        part: Part | None = None,
+        part: LayerSubset | None = None,
     ) -> None:
         if model.text is not None and target.text is not None and model.text is not target.text:
             mine, theirs = model.text.vocabulary, target.text.vocabulary
@@ -149,7 +149,7 @@ class DraftModel(Proposer):
         tensors = dict(tensors)
         vocab = tensors.pop(VOCAB, None)
         try:
-            part, tree = Part(tuple(config["blocks"]), target, vocab), config["tree"]
+            part, tree = LayerSubset(tuple(config["blocks"]), target, vocab), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this draft model is not complete: {error}") from error
         return cls(part.fill(tensors).model, target, vocab=vocab, part=part, **{"tree": tree, **options})

@@ -14,7 +14,7 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree_spec import Shape
-from slipstream.drafters.eagle import EagleHead
+from slipstream.drafters.eagle.model import EagleHead
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState

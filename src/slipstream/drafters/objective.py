@@ -17,20 +17,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
-from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.heads import HeadDrafter, layer_sizes
+from slipstream.drafters.heads import layer_sizes
+from slipstream.drafters.recipe import HeadSettings, Recipe
 from slipstream.drafters.store import restored, stored
-from slipstream.engine.replay import Prediction, predict
-from slipstream.targets.recorded import RecordedTarget
-from slipstream.training.data import Example
-from slipstream.training.recipe import Head, Recipe
-from slipstream.training.warm_start import Start
+from slipstream.drafters.warm_start import WarmStart
 
 ROWS = 32  # of logits, whose laws are looked at together
 SMALL = 2**27  # weights that a head may have whatever its target
+Example = Any  # of `training.data`: its `tokens`, and `loss`, which of them are learnt
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
 Steps = Iterator[Float[Tensor, "B T H"]]
+Logits = Float[Tensor, "n Vd"]
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ class LossOfLaw(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Float[Tensor, "n Vd"], p: Float[Tensor, "n Vd"], token: float, acceptance: float
-    ) -> Float[Tensor, " n"]:
+    def forward(ctx: Any, logits: Logits, p: Logits, token: float, acceptance: float) -> Float[Tensor, " n"]:
         losses, gradients = logits.new_empty(len(logits)), torch.empty_like(logits)
         rows = ROWS if logits.device.type == "cpu" else len(logits)  # a GPU's time would go into launches
         parts = (x.split(rows) for x in (logits, p, losses, gradients))
@@ -92,11 +88,11 @@ class LossOfLaw(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of `Objective.new`.
+class NewHead:
+    """What `Objective.new` makes a head from.
 
     Attributes:
-        recipe: the section `head` of the method's recipe.
+        settings: the section `head` of the method's recipe.
         sizes: of a layer, and the taps.
         lm_head: the target's over the draft vocabulary, of `vocab` tokens, float32.
         states: some of each recorded tap, the final ones last.
@@ -104,7 +100,7 @@ class Given:
         start: of `head.start`.
     """
 
-    recipe: Any
+    settings: Any
     sizes: dict[str, Any]
     lm_head: nn.Module
     vocab: int
@@ -112,7 +108,7 @@ class Given:
     gains: Float[Tensor, " taps1"]
     target: Target
     generator: torch.Generator
-    start: Start | None
+    start: WarmStart | None
 
     def check_cache(self) -> None:
         """Raise ValueError where keys and values are of other sizes than the configuration says."""
@@ -144,15 +140,15 @@ class Objective(nn.Module):
 
     def __init__(
         self,
-        head: nn.Module,
+        head: Any,
         target: Target,
         vocab: Int[Tensor, " Vd"] | None,
         gains: Float[Tensor, " taps1"] | None = None,
     ) -> None:
         super().__init__()
-        taps = len(head.config.taps)  # type: ignore[union-attr, arg-type]
-        self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
-        self.head: Any = head
+        gains = torch.ones(1 + len(head.config.taps)) if gains is None else gains.float().cpu()
+        self.register_buffer("gains", gains)
+        self.head = head
         self._target = target  # plain attributes: neither trained nor saved
         self.take_vocab(vocab)
 
@@ -166,34 +162,27 @@ class Objective(nn.Module):
         cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
     ) -> "Objective":
         """An untrained head for this target. Some features show how large they are."""
-        size, begins_as = recipe.head.draft_vocab, recipe.head.begins_as
-        start = None if begins_as is None else Start.read(begins_as, target, size)
-        vocab = frequent(examples, size, target.vocab) if start is None else start.vocab
-        sizes = layer_sizes(target, recipe.head.inner)
-        check_size(recipe.head, sizes, target)
-        sizes["taps"] = recipe.head.reads(target.sizes.blocks)
+        settings, name = recipe.head, getattr(recipe.head, "start", None)
+        start = None if name is None else WarmStart.read(name, target, settings.draft_vocab)
+        vocab = frequent(examples, settings.draft_vocab, target.vocab) if start is None else start.vocab
+        sizes = layer_sizes(target, getattr(settings, "intermediate_size", None))
+        check_size(settings, sizes, target)
+        sizes["taps"] = settings.reads(target.sizes.blocks)
         final = features[:, -target.sizes.hidden_size :].float()
-        states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
+        states = [*_by_tap(features.float(), sizes["taps"], final.shape[1]), final]
         tokens = torch.tensor([*chain.from_iterable(example.tokens for example in examples[:64])])
-        embedded, large = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
-        gains = [large / size_of(embedded)]
+        embedded, size = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
+        gains = [size / size_of(embedded)]
         for tap, state in zip(sizes["taps"], states, strict=False):
-            gains.append(large.new_ones(()) if tap.startswith(CACHE) else large / size_of(state))
+            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / size_of(state))
         lm_head, Vd = deepcopy(target.lm_head(vocab)).float(), target.vocab if vocab is None else len(vocab)
-        seeded = torch.Generator().manual_seed(recipe.schedule.seed)
-        scale = torch.stack(gains).cpu()
-        head = cls.new(Given(recipe.head, sizes, lm_head, Vd, states, scale, target, seeded, start))
+        generator, scale = torch.Generator().manual_seed(recipe.schedule.seed), torch.stack(gains).cpu()
+        head = cls.new(NewHead(settings, sizes, lm_head, Vd, states, scale, target, generator, start))
         return cls(head, target, vocab, scale)
-
-    @staticmethod
-    def _apart(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
-        """The features of each tap that is read; the final state comes last and may not be read."""
-        read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
-        return read.chunk(len(taps), -1) if taps else ()
 
     @classmethod
     @abstractmethod
-    def new(cls, given: Given) -> nn.Module:
+    def new(cls, plan: NewHead) -> nn.Module:
         """A head that begins as well as it can without training."""
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
@@ -205,9 +194,7 @@ class Objective(nn.Module):
         """What the head reads of tokens."""
         return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
-    def student(
-        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
-    ) -> Float[Tensor, "n Vd"]:
+    def student(self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]) -> Logits:
         """Logits of step j over the draft vocabulary. `above`: the text's tokens before those they are of."""
         return self.lm_head(states)
 
@@ -215,36 +202,35 @@ class Objective(nn.Module):
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
         the number of tokens for which the first step's likeliest token is the target's."""
         f, H = batch.features.float(), self._target.sizes.hidden_size
-        labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
+        taps = _by_tap(f[:, :-1], self.head.config.taps, H)
         scaled = [gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True)]
         read = torch.cat([f[:, :-1, :0], *scaled], -1)
-        if settings.blur:
-            blur = torch.rand(read.shape, generator=generator, device=read.device) * 2 - 1
-            read = read + blur * settings.blur
+        if noise := getattr(settings, "noise", 0.0):
+            drawn = torch.rand(read.shape, generator=generator, device=read.device) * 2 - 1
+            read = read + drawn * noise
         total = agreed = f.new_zeros(())
-        T = labels.shape[1]
+        T, decay = batch.counts.shape[1], getattr(settings, "decay", 1.0)
         rows = batch.counts.flatten().nonzero()[:, 0]  # once: a GPU is waited for
 
         def learnt(x: Tensor) -> Tensor:
             return x.flatten(0, 1)[rows]
 
-        teacher = self._law(learnt(labels), learnt(batch.tokens[:, 2:]), settings.hard)
+        labels = learnt(f[:, 1:, -H:])
+        teacher = self._law(labels, learnt(batch.tokens[:, 2:]), settings.hard)
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
-            mine = learnt(predicted)
-            logits = self.student(mine, j, learnt(batch.tokens[:, 1:-1])).float()
+            states = learnt(predicted)
+            logits = self.student(states, j, learnt(batch.tokens[:, 1:-1])).float()
             loss = LossOfLaw.apply(logits, teacher, settings.token, settings.acceptance)
             if settings.feature:
-                distance = F.smooth_l1_loss(mine, learnt(labels), reduction="none").sum(-1)
+                distance = F.smooth_l1_loss(states, labels, reduction="none").sum(-1)
                 loss = loss + settings.feature * distance / H
-            total = total + settings.weight(j) * (loss * (rows % T >= j)).sum()  # none stands j steps behind
+            total = total + decay**j * (loss * (rows % T >= j)).sum()  # none stands j steps behind
             if j == 0:
                 agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
         return total, agreed
 
     @torch.no_grad()
-    def _law(
-        self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool
-    ) -> Float[Tensor, "n Vd"]:
+    def _law(self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool) -> Logits:
         """The labels: the target's law or, if `hard`, the text's token (0 if outside the vocabulary)."""
         if not hard:
             return self.lm_head(states.float()).softmax(-1)
@@ -258,25 +244,34 @@ class Objective(nn.Module):
         head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
         return stored(head.state_dict(), dtype)
 
-    def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter | DraftModel:
+    def drafter(self, tree: str, dtype: torch.dtype) -> Any:
         """A drafter with the head's `weights` in the target's precision."""
         head: Any = self.drafts.module(self.head.config)
         head.load_state_dict(restored(self.weights(dtype)))
         return self.drafts(head, self._target, self._vocab, tree)
 
-    def judge(self, drafter: Any, recorded: RecordedTarget) -> Prediction:
-        """τ on the held-out texts."""
-        return predict(drafter, recorded)
+
+def _by_tap(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
+    """The features of each tap that is read; the final state comes last and may not be read."""
+    read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
+    return read.chunk(len(taps), -1) if taps else ()
 
 
-def check_size(asked: Head, sizes: dict[str, Any], target: Target) -> None:
+def deeper(states: Float[Tensor, "B T N H"]) -> Steps:
+    """The steps of a head that predicts N states in one pass: its j-th at row i is step j's of row i + j."""
+    T = states.shape[1]
+    for j in range(min(states.shape[2], T)):
+        yield F.pad(states[:, : T - j, j], (0, 0, j, 0))
+
+
+def check_size(settings: HeadSettings, sizes: dict[str, Any], target: Target) -> None:
     """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
 
     def numbers(layers: int, width: int, inner: int) -> int:
         return layers * width * (4 * width + 3 * inner)
 
     H, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    layers, width = asked.layers_built(H)
+    layers, width = settings.layers_built(H)
     head = numbers(layers, width, inner)
     whole = numbers(target.sizes.blocks, H, target.sizes.intermediate_size) + target.vocab * target.width
     if head > max(whole, SMALL):

@@ -8,22 +8,18 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
+from slipstream.drafters.draft_model.objective import DistillObjective
 from slipstream.drafters.eagle import INPUTS
+from slipstream.drafters.eagle.objective import EagleObjective, EagleRecipe, Unrolled
+from slipstream.drafters.eagle3.objective import Eagle3Objective, Eagle3Recipe
+from slipstream.drafters.fasteagle.objective import FastEagleObjective, FastEagleRecipe
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
 from slipstream.drafters.store import save_drafter
 from slipstream.targets import HFTarget
 from slipstream.training.data import Example
-from slipstream.training.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
-from slipstream.training.objectives import (
-    DistillObjective,
-    Eagle3Objective,
-    EagleObjective,
-    FastEagleObjective,
-    Unrolled,
-)
 from slipstream.training.recipe import load_recipe
-from slipstream.training.recipes import Eagle3Recipe, EagleRecipe, FastEagleRecipe
 
 
 @pytest.fixture

@@ -1,25 +1,58 @@
-"""SAR training (BiTA §3.1): masks behind points of the target's answers predict the tokens after the next."""
+"""How BiTA is trained: its recipe and its objective (SAR training, §3.1). Masks behind points of the target's
+answers predict the tokens after the next."""
 
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
-from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
+from slipstream.drafters.bita.model import Bita, BitaConfig, BitaHead
+from slipstream.drafters.objective import Batch, LossOfLaw, NewHead, Objective
+from slipstream.drafters.recipe import Depth, HeadSettings, Loss, Optimizer, Recipe
 from slipstream.drafters.store import stored
-from slipstream.engine.replay import Prediction, decoded
-from slipstream.targets.recorded import RecordedTarget
-from slipstream.training.objective import Batch, Given, LossOfLaw, Objective
-from slipstream.training.recipes import BitaRecipe
 
 DROPOUT = 0.1  # of the prompts, in training
 SPREAD = 0.02  # of what is trained, to begin with
+
+
+class BitaRecipe(Recipe):
+    """BiTA."""
+
+    class Head(HeadSettings):
+        """What is trained.
+
+        Attributes:
+            depth: masks, and tokens that they draft.
+            prompts: keys and values of each layer that the masks read; 0: none.
+            deep: prompts are those; false: they are vectors that enter the target's first layer.
+        """
+
+        depth: Depth = 3
+        prompts: int = Field(default=16, ge=0, le=1024)
+        deep: bool = True
+        tree: str = "backbone-3x5"
+
+    class Loss(Loss):
+        """`groups`: masks are put behind so many points of an answer, at most."""
+
+        hard: bool = True
+        groups: int = Field(default=64, ge=1, le=4096)
+
+    class Optimizer(Optimizer):
+        lr: float = Field(default=3e-2, gt=0, le=1)
+        clip: float = Field(default=1.0, gt=0)
+
+    method: Literal["bita"] = "bita"
+    head: Head = Head()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
 
 
 class Prompting(nn.Module):
@@ -57,13 +90,12 @@ class BitaObjective(Objective):
     drafts, reads_features = Bita, False
 
     @classmethod
-    def new(cls, given: Given) -> Prompting:
-        recipe: BitaRecipe.Head = given.recipe
-        given.check_cache()
-        sizes = given.sizes
-        cache = (given.target.sizes.blocks, sizes["num_key_value_heads"], sizes["head_dim"])
-        config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)
-        return Prompting(config, recipe.deep, given.generator)
+    def new(cls, plan: NewHead) -> Prompting:
+        plan.check_cache()
+        settings: BitaRecipe.Head = plan.settings
+        cache = (plan.target.sizes.blocks, plan.sizes["num_key_value_heads"], plan.sizes["head_dim"])
+        own = {"depth": settings.depth, "prompts": settings.prompts}
+        return Prompting(BitaConfig(plan.sizes["hidden_size"], *cache, **own), settings.deep, plan.generator)
 
     def forward(
         self, batch: Batch, settings: BitaRecipe.Loss, generator: torch.Generator
@@ -123,10 +155,6 @@ class BitaObjective(Objective):
             head.masks.copy_(self.head.masks)
             head.memory.copy_(self.head.memory(self._target))
         return stored(head.state_dict(), dtype)
-
-    def judge(self, drafter: Bita, recorded: RecordedTarget) -> Prediction:
-        """τ by decoding: the target's passes over the masks are in no record."""
-        return decoded(drafter, recorded)
 
 
 def groups(
