@@ -56,13 +56,13 @@ def test_the_name_of_a_trained_method_stands_for_weights_that_ship():
     """A name without weights; `draft-model` with a model of the user's, taken for the one that ships."""
     trained = [method for method in METHODS.values() if method.drafter]
     assert all(method.ships and method.shipped == ["smollm2"] for method in trained)
-    assert not any(method.made(()) for method in trained)
-    assert METHODS["draft-model"].made({"model": "DIR"})
+    assert not any(method.makes(()) for method in trained)
+    assert METHODS["draft-model"].makes({"model": "DIR"})
     assert not METHODS["ngram"].ships
 
 
 def test_a_method_is_added_by_one_call(monkeypatch):
-    monkeypatch.setitem(METHODS, "short", Method("short", "…", make="slipstream.drafters.ngram:NGram"))
+    monkeypatch.setitem(METHODS, "short", Method("short", "…", make="slipstream.drafters.suffix:NGram"))
     assert load_drafter("short:depth=2").depth == 2
     with pytest.raises(ValueError, match="there is a method 'short' already: choose another name"):
         register(METHODS["short"])

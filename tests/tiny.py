@@ -52,9 +52,8 @@ from slipstream.drafters.heads import Head, block_taps, layer_sizes
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
-from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
-from slipstream.drafters.suffix import Suffix
+from slipstream.drafters.suffix import NGram, Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.engine.policy import Ledger, Policy
 from slipstream.methods import METHODS

@@ -8,7 +8,7 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
-from slipstream.drafters.draft_model.objective import DistillObjective
+from slipstream.drafters.draft_model.objective import DraftModelObjective
 from slipstream.drafters.eagle import INPUTS
 from slipstream.drafters.eagle.objective import EagleObjective, EagleRecipe, Unrolled
 from slipstream.drafters.eagle3.objective import Eagle3Objective, Eagle3Recipe
@@ -320,7 +320,7 @@ def test_a_part_is_trained_on_what_it_drafts_with(family):
     example = Example(text[0].tolist(), [True] * 11)
     f = target.features(text.tolist(), ["final"])
     recipe = load_recipe(None, method="draft-model", head={"blocks": [1], "draft_vocab": 40})
-    objective = DistillObjective.begin(recipe, target, [example], f[0])
+    objective = DraftModelObjective.begin(recipe, target, [example], f[0])
     batch = Batch.collate([example], [f[0]], "cpu")
     loss, _ = objective(batch, recipe.loss, torch.Generator())
     drafter = objective.drafter("chain-2", torch.float64)

@@ -13,7 +13,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.tree_spec import Shape
-from slipstream.drafters.ngram import TextState
+from slipstream.drafters.suffix import TextState
 
 POOL = 4096  # n-grams that a row remembers; a new one replaces the oldest
 LOOKS = 4  # matches that are looked at per guess, because some of them are equal

@@ -67,18 +67,15 @@ class Proposer(Drafter):
 
     @property
     def drafted(self) -> int:
-        """The depth of the deepest tree that was asked for: no rounds need deeper guesses."""
+        """The depth of the deepest tree that was asked for: no step needs deeper guesses."""
         return max(shape.depth for shape in self._checked)
 
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         """Change the default tree and the proposal. Raises ValueError."""
         if proposal not in PROPOSALS:
             raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
-        self.proposal = proposal
-        self.uses_target_noise, self.law = (
-            proposal == "noise",
-            "multi-round" if proposal == "sampled" else "coupled",
-        )
+        self.proposal, self.uses_target_noise = proposal, proposal == "noise"
+        self.law = "multi-round" if proposal == "sampled" else "coupled"
         self.shape = Shape.parse(tree) if isinstance(tree, str) else tree
         self.check(self.shape)
         self._checked = [self.shape]
@@ -120,7 +117,7 @@ class Proposer(Drafter):
         return shape
 
     def room(self, shape: Shape | None = None) -> Room:
-        """See `Drafter`. Draft steps stand behind a text whose length is known a round late."""
+        """See `Drafter`. Draft steps stand behind a text whose length is known a step late."""
         shape = self.shaped(shape)
         return Room(shape.nodes, max(shape.nodes, shape.depth + shape.scratch + 3))
 
@@ -153,8 +150,7 @@ class Draft:
         tree = self.shape.grow(root, walked)
         if not self.laws:
             return tree
-        size = len(tree.tokens), tree.nodes, self.drafter.width
-        law = torch.zeros(size, dtype=self.laws[0].dtype, device=self.laws[0].device)
+        law = self.laws[0].new_zeros(len(tree.tokens), tree.nodes, self.drafter.width)
         law[:, self.shape.inner(law.device)[:, None], self.drafter.vocab] = torch.cat(self.laws, 1)
         return replace(tree, law=law)
 
@@ -177,14 +173,13 @@ class Draft:
         return self.grow(root, expand)
 
     def _walk(self, tokens: list[list[int]], origin: list[list[int]]) -> None:
-        """Go on to the next frontier. Behind a forbidden token, and one that nothing may follow, there is
-        nothing to forbid: it is dropped."""
-        before = self.walks
-        self.walks = []
-        for walks, line, above in zip(before, tokens, origin, strict=True):
-            parents = [walks[i] for i in above]
-            pairs = zip(parents, line, strict=True)
-            self.walks.append([walk and leads_on(walk, token) for walk, token in pairs])
+        """Go on to the next frontier. A state behind a forbidden token, or one that nothing may follow, forbids
+        nothing: it is dropped."""
+        parents = ([walks[i] for i in above] for walks, above in zip(self.walks, origin, strict=True))
+        self.walks = [
+            [walk and leads_on(walk, token) for walk, token in zip(row, line, strict=True)]
+            for row, line in zip(parents, tokens, strict=True)
+        ]
 
     @property
     def noisy(self) -> bool:
@@ -200,18 +195,16 @@ class Draft:
             return self._sample(self._processed(scores), position)
         if self.noisy:
             scores = self._tempered(scores) + sampler.noise(position, drafter.vocab)[:, None]
-        if not self.walks:
-            log_q, index = scores.log_softmax(-1).topk(self.shape.children)
-            return drafter.vocab[index], log_q
-        log_q, index = self._within(scores).log_softmax(-1).topk(self.shape.children)
-        log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where nothing is allowed
-        return drafter.vocab[index].masked_fill(log_q == -torch.inf, PAD), log_q
-
-    def _within(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
-        """Scores, −inf where a grammar forbids a token."""
-        wide = self._widened(scores)
-        made = within(wide.flatten(0, 1), [walk for row in self.walks for walk in row]).view_as(wide)
-        return made if wide is scores else made[..., self.drafter.vocab]
+        if self.walks:
+            wide = self._widened(scores)
+            allowed = within(wide.flatten(0, 1), [walk for row in self.walks for walk in row]).view_as(wide)
+            scores = allowed if wide is scores else allowed[..., drafter.vocab]
+        log_q, index = scores.log_softmax(-1).topk(self.shape.children)
+        ids = drafter.vocab[index]
+        if self.walks:  # somewhere nothing may be allowed
+            log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)
+            ids = ids.masked_fill(log_q == -torch.inf, PAD)
+        return ids, log_q
 
     def _widened(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F V"]:
         """Over the target's vocabulary, −inf for tokens that are not drafted."""
@@ -231,13 +224,11 @@ class Draft:
         for the history before the root. A draft that these exclude is never accepted."""
         if self.sampler.tempers_only:
             return self._tempered(scores)
-        columns = zip(self._widened(scores).unbind(1), self._columns(scores.shape[1]), strict=True)
-        found = [self.sampler.scores(one, walks=walks, partial=True) for one, walks in columns]
-        return torch.stack(found, 1)[..., self.drafter.vocab]
-
-    def _columns(self, n: int) -> list[list[Walk | None]]:
-        """The walks of each of the n nodes of the frontier, over all rows."""
-        return [list(column) for column in zip(*self.walks, strict=True)] or [[]] * n
+        nodes = self._widened(scores).unbind(1)
+        walks = [list(column) for column in zip(*self.walks, strict=True)] or [[]] * len(nodes)
+        pairs = zip(nodes, walks, strict=True)
+        processed = [self.sampler.scores(node, walks=walk, partial=True) for node, walk in pairs]
+        return torch.stack(processed, 1)[..., self.drafter.vocab]
 
     def _sample(
         self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]

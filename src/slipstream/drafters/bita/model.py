@@ -125,10 +125,11 @@ class Bita(ParallelDrafter):
         tree = super().propose(state, sampler, shape)
         known = tree.layout().depths <= state.known[:, None]
         tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
-        if shape.paths:
-            hosts = static_hosts(shape.paths, self.hosts, known.device)
-        else:
-            hosts = likeliest_ends(tree, self.hosts or shape.nodes)
+        hosts = (
+            static_hosts(shape.paths, self.hosts, known.device)
+            if shape.paths
+            else likeliest_ends(tree, self.hosts or shape.nodes)
+        )
         return replace(tree, probes=Probes(masks, hosts))
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:

@@ -91,12 +91,12 @@ class DraftModel(Proposer):
         part: LayerSubset | None = None,
     ) -> None:
         if model.text is not None and target.text is not None and model.text is not target.text:
-            mine, theirs = model.text.vocabulary, target.text.vocabulary
-            if mine != theirs:
-                one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
+            own, wanted = model.text.vocabulary, target.text.vocabulary
+            if own != wanted:
+                differing = min(own.items() ^ wanted.items())
                 raise ValueError(
-                    f"draft model {model.name} reads other tokens than the target ({len(mine)} against "
-                    f"{len(theirs)}; {one[0]!r} is not the same): take one of the target's tokenizer"
+                    f"draft model {model.name} reads other tokens than the target ({len(own)} against "
+                    f"{len(wanted)}; {differing[0]!r} is not the same): take one of the target's tokenizer"
                 )
         ids = torch.arange(min(model.vocab, target.vocab)) if vocab is None else vocab
         self.model, self.part = model, part
@@ -110,8 +110,7 @@ class DraftModel(Proposer):
         another one: int8, int4 or none. Raises ValueError."""
         kind = None if quantize == "none" else quantize or target.quantize
         place = target.dtype_name, str(target.device), target.compiles
-        loaded = load_target(model, *place, quantize=kind)
-        return cls(loaded, target, tree, proposal)
+        return cls(load_target(model, *place, quantize=kind), target, tree, proposal)
 
     @classmethod
     def of_itself(
@@ -127,7 +126,7 @@ class DraftModel(Proposer):
                 f"`{suggested('tune --drafter self-speculative')}` find and keep them"
             )
         for part in skip.split(","):
-            first, _, last = (each.strip() for each in part.partition("-"))
+            first, _, last = (word.strip() for word in part.partition("-"))
             last = last or first
             if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
                 raise ValueError(

@@ -30,7 +30,7 @@ class DraftModelRecipe(Recipe):
 
 
 @final
-class DistillObjective(Objective):
+class DraftModelObjective(Objective):
     """DistillSpec (Zhou et al. 2024): forward KL on the target's own texts, for some of its blocks."""
 
     drafts = DraftModel

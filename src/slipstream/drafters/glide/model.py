@@ -24,8 +24,10 @@ from slipstream.drafters.layers import (
     Attend,
     Attention,
     OneCall,
+    Positions,
     Rope,
-    Seen,
+    Rows,
+    Visible,
     attend_cache,
     attended,
     first_slots,
@@ -35,7 +37,7 @@ from slipstream.drafters.proposer import Draft
 from slipstream.kernels.compiled import freed
 
 # The target's keys and values of one block, and which of them each row sees.
-Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]
+Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,12 @@ class CrossAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "B T d"], positions: Int[Tensor, "#B T"], glimpse: Glimpse) -> Tensor:
+    def forward(self, x: Rows, positions: Positions, glimpse: Glimpse) -> Rows:
         """Rows of x attend to the keys and values that the glimpse's mask shows them."""
-        key, value, seen = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        return self.o_proj(attended(self.rotated(q, positions), key, value, seen).flatten(2))
+        return self.o_proj(attended(self.rotated(q, positions), *glimpse).flatten(2))
 
-    def rotated(self, q: Float[Tensor, "B A T D"], positions: Int[Tensor, "#B T"]) -> Tensor:
+    def rotated(self, q: Float[Tensor, "B A T D"], positions: Positions) -> Tensor:
         """Queries at their positions."""
         if not (rotated := 2 * len(self.rope.frequencies)):
             return q
@@ -114,18 +115,15 @@ class GlideLayer(nn.Module):
         self.attention_call = OneCall(config, self.self_attn, self.input_layernorm)
         self.mlp_call = OneCall(config, mlp=self.mlp, second=self.post_attention_layernorm)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None
-    ) -> Float[Tensor, "B T d"]:
-        """One layer."""
+    def forward(self, x: Rows, positions: Positions, attend: Attend, glimpse: Glimpse | None) -> Rows:
         rotary = self.self_attn.rope(positions, x.dtype)
         if (read := self.attention_call(x, rotary, attend)) is None:
             read = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         if glimpse is not None:
             read = read + self.cross_attn(self.cross_layernorm(read), positions, glimpse)
-        if (said := self.mlp_call(read)) is None:
-            said = read + self.mlp(self.post_attention_layernorm(read))
-        return said
+        if (out := self.mlp_call(read)) is None:
+            out = read + self.mlp(self.post_attention_layernorm(read))
+        return out
 
 
 class GlideHead(Head):
@@ -146,11 +144,11 @@ class GlideHead(Head):
 
     def forward(
         self,
-        embedded: Float[Tensor, "B T H"],
-        positions: Int[Tensor, "#B T"],
+        embedded: Rows,
+        positions: Positions,
         attends: Sequence[Attend],
         glimpses: Sequence[Glimpse | None],
-    ) -> Float[Tensor, "B T H"]:
+    ) -> Rows:
         """Row i reads t_{i+1} at position i+1, and its state gives the LM head's prediction of t_{i+2}."""
         x = self.inward(embedded)
         for layer, attend, glimpse in zip(self.layers, attends, glimpses, strict=True):
@@ -174,8 +172,7 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Fold the embeddings' scale into the weights, so that plain ones are read. Caches have no scale."""
-        if not self.own_lm_head:
+        if not self.own_lm_head:  # caches have no scale
             self.inward.weight *= embedding
 
 
@@ -220,8 +217,7 @@ class Glide(HeadDrafter):
         own, positions = attend_cache(state.cache, T, compiles=self.compiles)
         states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
         state.cache.follow(span.cache, span.count, self.lead)
-        state.hidden = span.last(states)
-        state.root = span.root
+        state.hidden, state.root = span.last(states), span.root
 
     def _begin(self, span: Span, state: GlideState) -> None:
         """Read the first token of each text that begins here. It sees itself, in the target's cache too."""
@@ -255,9 +251,9 @@ class Glide(HeadDrafter):
 
     def _read(
         self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
-    ) -> Float[Tensor, "B T H"]:
-        own = self.head.embed_tokens
-        return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
+    ) -> Rows:
+        embed = self.head.embed_tokens or self.target.embed
+        return self.head(embed(tokens), positions, attends, glimpses)
 
 
 def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
@@ -266,7 +262,7 @@ def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
 
 
 def paired(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-    """What was rotated by halves, as those lie who rotate neighbours: 0, D/2, 1, D/2 + 1, …"""
+    """What was rotated by halves, in the order of those who rotate neighbours: 0, D/2, 1, D/2 + 1, …"""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
