@@ -70,7 +70,7 @@ def _method(name: str, help: str, make: str | None = None, **parts: Any) -> Meth
 
 
 def _trained(name: str, help: str, prefix: str, make: str | None = None, **parts: Any) -> Method:
-    """A trained method with a folder of its own. The names of its recipe and its objective begin with `prefix`."""
+    """A trained method. It has a folder, and its classes' names begin with `prefix`."""
     home = f"slipstream.drafters.{name.replace('-', '_')}"
     parts["layouts"] = {key: f"slipstream.interop.{path}" for key, path in parts.get("layouts", {}).items()}
     drafter, trains = f"{home}.model:{prefix}", f"{home}.objective:{prefix}"
@@ -82,12 +82,11 @@ _EAGLE = {"eagle": "layouts:EagleLayout", "eagle-sglang": "layouts:SGLangEagleLa
 _EAGLE3 = {"eagle3": "layouts:Eagle3Layout", "speculators": "layouts:SpeculatorsLayout"}
 _FASTEAGLE = {"fasteagle-vllm": "fasteagle:FastEagleLayout"}
 _MEDUSA = {"medusa": "layouts:MedusaLayout", "medusa-vllm": "layouts:VLLMMedusaLayout"}
+_AUTO = "whatever is quickest here, round by round: auto:head=DIR"
 _SELF = "fewer of the target's blocks: self-speculative:skip=10-14"
 
 TABLE = (
-    _method(
-        "auto", "whatever is quickest here, round by round: auto:head=DIR", "auto:Auto.named", tunes=True
-    ),
+    _method("auto", _AUTO, "auto:Auto.named", tunes=True),
     _method("vanilla", "none: plain decoding", "vanilla:Vanilla"),
     _method("ngram", "repeats what followed the same words before", "suffix:NGram"),
     _method("suffix", "a tree of all that followed the same words before", "suffix:Suffix"),

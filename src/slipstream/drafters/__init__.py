@@ -1,4 +1,4 @@
-"""Drafters: one final class each, in a file or folder of its own. `load_drafter` makes them by name or directory."""
+"""Drafters: a file or a folder each. `load_drafter` makes them by name or directory."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ from slipstream.core.tree_spec import LARGEST, ROWS, shortened
 from slipstream.directories import check_drafter
 from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
-from slipstream.methods import METHODS
+from slipstream.methods import METHODS, Method
 from slipstream.spec import Named, Spec
 
 BUILT = ("head", "model", "target", "vocab", "part")  # a trained drafter's arguments that are not options
@@ -41,7 +41,7 @@ def load_drafter(
     check_drafter(spec)
     method = METHODS.get(spec.name)
     if method is not None and method.makes(spec.options):
-        drafter = _make(resolve_name(str(method.make)), spec, target, temperature, texts, method.tunes)
+        drafter = _make(method, spec, target, temperature, texts)
     else:
         target = _needed(target, spec.name)
         home, source = find_drafter(spec.name, target), f"drafter directory {spec.name}"
@@ -58,22 +58,16 @@ def load_drafter(
     return drafter
 
 
-def _make(
-    make: Callable[..., Drafter],
-    spec: Spec,
-    target: Target | None,
-    temperature: float,
-    texts: int,
-    tunes: bool,
-) -> Drafter:
+def _make(method: Method, spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
     """A drafter without a directory of its own."""
+    make: Callable[..., Drafter] = resolve_name(str(method.make))
     parameters = signature(make).parameters
     if "target" in parameters:
         target = _needed(target, spec.name)
     arguments = {"target": target, "temperature": temperature, "texts": texts}
     arguments = {name: value for name, value in arguments.items() if name in parameters}
     tuned = dict[str, str]()
-    if tunes and target is not None:
+    if method.tunes and target is not None:
         tuned = read_tuned(tuned_home(spec, target), target.place, temperature, texts)
     return make(**arguments, **_checked(make, _with_defaults(spec, make, temperature, tuned), arguments))
 
@@ -94,9 +88,9 @@ def tuned_home(spec: Named, target: Target) -> Path:
 def _with_defaults(
     spec: Spec, make: Callable[..., Drafter], temperature: float, tuned: dict[str, str]
 ) -> Spec:
-    """The spec with the options that `tune` chose here; a tree or a proposal in the spec replaces both. At T > 0
-    it proposes by the target's noise unless it says otherwise: that accepts more than top-k, and unlike sampled
-    children it keeps same seed, same text (docs/eagle.md)."""
+    """The spec with the options that `tune` chose here; a tree or a proposal in the spec replaces both. At
+    T > 0 it proposes by the target's noise unless it says otherwise: that accepts more than top-k, and unlike
+    sampled children it keeps same seed, same text (docs/eagle.md)."""
     if not spec.options.keys().isdisjoint(("tree", "proposal")):
         tuned = {key: value for key, value in tuned.items() if key == "skip"}
     noise = {"proposal": "noise"} if temperature and "proposal" in signature(make).parameters else {}

@@ -20,9 +20,12 @@ from slipstream.drafters.store import VOCAB
 
 PROPOSALS = ("top-k", "noise", "sampled")
 NODES, LEVELS = (2, 4, 8, 16), 5  # of a ladder's trees; at most
+Vocab = Int[Tensor, " Vd"]
+Scores = Float[Tensor, "B F Vd"]
+Candidates = tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]
 # scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch
 # rows, the level
-Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int], Float[Tensor, "B F Vd"]]
+Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int], Scores]
 
 
 class Proposer(Drafter):
@@ -46,7 +49,7 @@ class Proposer(Drafter):
 
     reach: int | None = None
 
-    def __init__(self, vocab: Int[Tensor, " Vd"], width: int, tree: str | Shape, proposal: str) -> None:
+    def __init__(self, vocab: Vocab, width: int, tree: str | Shape, proposal: str) -> None:
         if not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < width):
             raise ValueError(f"this drafter's draft vocabulary names other tokens than this target's {width}")
         if len(vocab.unique()) < len(vocab):  # siblings that are the same would be accepted too often
@@ -134,7 +137,7 @@ class Draft:
     drafter: Proposer
     shape: Shape
     sampler: Sampler
-    laws: list[Float[Tensor, "B F Vd"]] = field(default_factory=list)
+    laws: list[Scores] = field(default_factory=list)
     walks: list[list[Walk | None]] = field(default_factory=list)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
@@ -173,8 +176,8 @@ class Draft:
         return self.grow(root, expand)
 
     def _walk(self, tokens: list[list[int]], origin: list[list[int]]) -> None:
-        """Go on to the next frontier. A state behind a forbidden token, or one that nothing may follow, forbids
-        nothing: it is dropped."""
+        """Go on to the next frontier. Behind a forbidden token, or one that nothing may follow, no grammar
+        goes on."""
         parents = ([walks[i] for i in above] for walks, above in zip(self.walks, origin, strict=True))
         self.walks = [
             [walk and leads_on(walk, token) for walk, token in zip(row, line, strict=True)]
@@ -186,9 +189,7 @@ class Draft:
         """Candidates are drawn with the target's noise at their position."""
         return self.drafter.proposal == "noise" and not self.sampler.greedy
 
-    def children(
-        self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+    def children(self, scores: Scores, position: Int[Tensor, " B"]) -> Candidates:
         """Candidates behind the frontier, which stand at `position`, and their log probabilities."""
         drafter, sampler = self.drafter, self.sampler
         if drafter.proposal == "sampled" and not sampler.greedy:
@@ -206,7 +207,7 @@ class Draft:
             ids = ids.masked_fill(log_q == -torch.inf, PAD)
         return ids, log_q
 
-    def _widened(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F V"]:
+    def _widened(self, scores: Scores) -> Float[Tensor, "B F V"]:
         """Over the target's vocabulary, −inf for tokens that are not drafted."""
         if scores.shape[-1] == self.drafter.width:
             return scores
@@ -214,12 +215,12 @@ class Draft:
         every[..., self.drafter.vocab] = scores
         return every
 
-    def _tempered(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
+    def _tempered(self, scores: Scores) -> Scores:
         """Scores over each row's temperature; those of greedy rows as they are."""
         T = self.sampler.temperature
         return scores / torch.where(T > 0, T, 1.0)[..., None]
 
-    def _processed(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
+    def _processed(self, scores: Scores) -> Scores:
         """Log weights of the law that children are drawn from: the target's cuts, penalties and processors
         for the history before the root. A draft that these exclude is never accepted."""
         if self.sampler.tempers_only:
@@ -230,9 +231,7 @@ class Draft:
         processed = [self.sampler.scores(node, walks=walk, partial=True) for node, walk in pairs]
         return torch.stack(processed, 1)[..., self.drafter.vocab]
 
-    def _sample(
-        self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+    def _sample(self, scores: Scores, position: Int[Tensor, " B"]) -> Candidates:
         """Gumbel top-k: drawn without replacement, in order; `PAD` where the law has no further token. A
         greedy row takes its top-k, and its law is its best."""
         hot = (self.sampler.temperature > 0)[..., None]

@@ -1,8 +1,8 @@
 """Drafts that repeat the text, without a pass of a model.
 
-`NGram` is prompt lookup decoding (Saxena 2023; vLLM's `ngram`): what followed the longest earlier match of the
-text's end. `Suffix` counts, as SuffixDecoding (Oliaro et al. 2024) and SAM decoding (Hu et al. 2024) do: a tree
-of what followed earlier matches, in this text and, where asked, in earlier answers.
+`NGram` is prompt lookup decoding (Saxena 2023; vLLM's `ngram`): what followed the longest earlier match of
+the text's end. `Suffix` counts, as SuffixDecoding (Oliaro et al. 2024) and SAM decoding (Hu et al. 2024) do:
+a tree of what followed all earlier matches, in this text and, where asked, in earlier answers.
 """
 
 from collections.abc import Sequence

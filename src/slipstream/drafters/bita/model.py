@@ -18,6 +18,7 @@ from slipstream.core.tree_builders import Path
 from slipstream.core.tree_spec import Shape
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
+from slipstream.drafters.proposer import Vocab
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Bita(ParallelDrafter):
         self,
         head: BitaHead,
         target: Target,
-        vocab: Int[Tensor, " Vd"] | None = None,
+        vocab: Vocab | None = None,
         tree: str | Shape = "backbone-3x5",
         proposal: str = "top-k",
         hosts: int = 4,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from slipstream.core.device import is_host
@@ -19,7 +19,7 @@ from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.core.tree_spec import DEEPEST, Shape
-from slipstream.drafters.proposer import Draft, Proposer
+from slipstream.drafters.proposer import Draft, Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.provenance import suggested
 from slipstream.targets import load_target
@@ -44,9 +44,7 @@ class LayerSubset(nn.Module):
     uses the target's embedding and LM head, for the tokens of `vocab`. Raises ValueError if there is no such
     block."""
 
-    def __init__(
-        self, blocks: tuple[int, ...], target: Target, vocab: Int[Tensor, " Vd"] | None = None
-    ) -> None:
+    def __init__(self, blocks: tuple[int, ...], target: Target, vocab: Vocab | None = None) -> None:
         super().__init__()
         self.config = LayerSubsetConfig(tuple(sorted(set(blocks))))
         self.model = target.part(self.config.blocks, own=True, vocab=vocab)
@@ -87,7 +85,7 @@ class DraftModel(Proposer):
         target: Target,
         tree: str | Shape = "chain-5",
         proposal: str = "top-k",
-        vocab: Int[Tensor, " Vd"] | None = None,
+        vocab: Vocab | None = None,
         part: LayerSubset | None = None,
     ) -> None:
         if model.text is not None and target.text is not None and model.text is not target.text:

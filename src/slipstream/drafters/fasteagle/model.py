@@ -40,8 +40,8 @@ class FastEagleConfig(HeadConfig):
 
 
 class Above(nn.Module):
-    """Logits of low rank that a drafted token adds to those of the depth behind it. They cost a product with r
-    columns of Vd rows, where the LM head has H."""
+    """Logits of low rank that a drafted token adds to those of the depth behind it. They cost a product with
+    r columns of Vd rows, where the LM head has H."""
 
     def __init__(self, config: FastEagleConfig) -> None:
         super().__init__()
