@@ -161,13 +161,13 @@ def load_plugin(name: str) -> None:
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))
     try:
-        found = import_module(module)
+        loaded = import_module(module)
     except Exception as error:
         hint = "" if path else f": name an installed module, or a file, such as .{os.sep}{name}.py"
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         reason = "there is none" + hint if missing else f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"plugin {name!r} cannot be imported: {reason}") from error
-    if path and (other := getattr(found, "__file__", None)) != str(path):
+    if path and (other := getattr(loaded, "__file__", None)) != str(path):
         raise ValueError(
             f"plugin {name!r} cannot be imported: the module {module!r} is {other}: rename the file"
         )

@@ -170,7 +170,7 @@ def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[st
 
 
 def rows_of(lm_head: nn.Module, like: Float[Tensor, "*n H"]) -> Float[Tensor, "Vd H"]:
-    """The rows of an LM head, by what it says of unit vectors, which are made on the device of `like`."""
+    """The rows of an LM head, from its logits of unit vectors on the device of `like`."""
     unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
     return (lm_head(unit) - lm_head(0 * unit[:1])).T
 

@@ -31,7 +31,7 @@ class HybridState(State):
 
 @final
 class Hybrid(Drafter):
-    """The most probable nodes of the head's tree and of the tree of matches, by their scores. So a round has
+    """The most probable nodes of the head's tree and of the tree of matches, by their scores. So a step has
     as many rows as the head's tree alone.
 
     Raises ValueError for sampled candidates.

@@ -196,16 +196,10 @@ class OneCall:
         before, second = self._norms
         for module in (before, None, second, None, None, None):
             weights += norm(module)
-        if (
-            len(
-                {
-                    (weight.dtype, weight.dim())
-                    for weight in weights
-                    if weight is not None and weight.dim() > 1
-                }
-            )
-            > 1
-        ):
+        kinds = {
+            (weight.dtype, weight.dim()) for weight in weights if weight is not None and weight.dim() > 1
+        }
+        if len(kinds) > 1:
             raise Undescribed("weights of several kinds")
         return kind.layers([*weights, None, *norm(None)], (0, 0, 0))
 
@@ -277,7 +271,7 @@ def attend_cache(
     """(`Attend` of each layer, positions) of `rows` new rows, `after` scratch slots behind the kept tokens.
 
     Args:
-        among: which of the round's A = after + rows scratch slots each new row sees; default: the earlier
+        among: which of the step's A = after + rows scratch slots each new row sees; default: the earlier
             ones and its own.
         compiles: attend through the cache's `LayerView`s, once it has storage.
     """

@@ -33,7 +33,7 @@ Logits = Float[Tensor, "n Vd"]
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to say f_{i+1}, which predicts t_{i+2}.
+    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to predict f_{i+1}, which gives t_{i+2}.
 
     Attributes:
         features: f_0 … f_T, noise not yet added; of several taps, what the LM head reads comes last.
@@ -111,7 +111,7 @@ class NewHead:
     start: WarmStart | None
 
     def check_cache(self) -> None:
-        """Raise ValueError where keys and values are of other sizes than the configuration says."""
+        """Raise ValueError where keys and values have other sizes than the configuration names."""
         wanted = 2 * self.sizes["num_key_value_heads"] * self.sizes["head_dim"]
         if (width := self.target.widths([f"{CACHE}0"])[0]) != wanted:
             raise ValueError(

@@ -24,7 +24,7 @@ from slipstream.provenance import suggested
 
 VERSION = 1
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
-STEP = ".step"  # ends the name of the steps beside a tensor of int8
+STEP = ".step"  # ends the name of an int8 tensor's steps
 TUNED = "tuned.json"
 SCALES = ("rope_theta", "rms_norm_eps")  # a head's sizes that are finite numbers
 COUNTS = ("depth", "layers")  # a head's sizes that are whole numbers from 1 to `DEEPEST`
@@ -93,8 +93,8 @@ def write_directory(
     tensors = {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
-            weights, text = Path(beside) / name, Path(beside) / "config.json"
+        with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as temporary:
+            weights, text = Path(temporary) / name, Path(temporary) / "config.json"
             save_file(tensors, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
             text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8")
             for path in (weights, text):

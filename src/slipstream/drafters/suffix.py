@@ -110,7 +110,7 @@ class NGram(Drafter):
     """Proposes a chain of up to `depth` tokens.
 
     Args:
-        depth: tokens drafted per round.
+        depth: tokens drafted per step.
         longest: matches are compared up to this length. Of equally long ones the latest is taken.
         shortest: a match must have at least this length. With 1, drafts are more frequent and worse.
 

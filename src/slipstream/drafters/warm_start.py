@@ -61,7 +61,7 @@ class WarmStart:
 
 
 def unscaled(head: Any, gains: Float[Tensor, " taps1"]) -> Any:
-    """The head, which reads plain inputs, made to say the same of inputs that are scaled by `gains`."""
+    """The head, which reads plain inputs, changed to give the same for inputs that are scaled by `gains`."""
     with torch.no_grad():
         head.scale_inputs(1 / gains[0], 1 / gains[1:])
     return head.requires_grad_()

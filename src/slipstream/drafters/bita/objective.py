@@ -79,8 +79,8 @@ class Prompting(nn.Module):
         P = self.config.prompts
         at = torch.zeros(1, P, dtype=torch.long, device=self.prompts.device)  # where no key is turned
         causal = torch.ones(1, P, P, dtype=torch.bool, device=at.device).tril()
-        _, made = target.states(self.prompts.to(target.dtype)[None], at, causal, at)
-        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in made])
+        _, layers = target.states(self.prompts.to(target.dtype)[None], at, causal, at)
+        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in layers])
 
 
 @final
@@ -112,7 +112,7 @@ class BitaObjective(Objective):
         context = target.new_cache(B)
         f = target(chain(tokens), context, (FINAL,), rows=tokens[:, :0]).features
         states = self._masks(context, hosts, generator)[learnt].float()
-        at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state says the token
+        at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state predicts the token
         row = torch.arange(B, device=tokens.device)[:, None, None].expand_as(ahead)[learnt]
         assert f is not None
         law = self._law(f[row, at].clone(), tokens[row, (at + 1).clamp(max=S - 1)], settings.hard)
@@ -130,8 +130,8 @@ class BitaObjective(Objective):
         target, config = self._target, self.head.config
         (B, G), M, P = hosts.shape, config.depth, config.prompts
         memory = self.head.memory(target)
-        kept = torch.rand(memory.shape, generator=generator, device=memory.device) >= DROPOUT
-        memory = (memory * kept / (1 - DROPOUT)).to(target.dtype)
+        keep = torch.rand(memory.shape, generator=generator, device=memory.device) >= DROPOUT
+        memory = (memory * keep / (1 - DROPOUT)).to(target.dtype)
         S, layers = context.view, list[tuple[Tensor, Tensor]]()
         for (k, v), keys, values in zip(memory.transpose(2, 3), *context.stored, strict=True):
             key = torch.cat([k.expand(B, -1, -1, -1), keys[:, :, :S].clone()], 2)
