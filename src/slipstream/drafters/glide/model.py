@@ -38,6 +38,7 @@ from slipstream.kernels.compiled import freed
 
 # The target's keys and values of one block, and which of them each row sees.
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
+Glimpses = Sequence[Glimpse | None]  # of each layer
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,7 @@ class GlideHead(Head):
         self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None
 
     def forward(
-        self,
-        embedded: Rows,
-        positions: Positions,
-        attends: Sequence[Attend],
-        glimpses: Sequence[Glimpse | None],
+        self, embedded: Rows, positions: Positions, attends: Sequence[Attend], glimpses: Glimpses
     ) -> Rows:
         """Row i reads t_{i+1} at position i+1, and its state gives the LM head's prediction of t_{i+2}."""
         x = self.inward(embedded)
@@ -249,9 +246,7 @@ class Glide(HeadDrafter):
         slots = first_slots(seen, count)
         return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
 
-    def _read(
-        self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
-    ) -> Rows:
+    def _read(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Glimpses) -> Rows:
         embed = self.head.embed_tokens or self.target.embed
         return self.head(embed(tokens), positions, attends, glimpses)
 
