@@ -1,4 +1,4 @@
-"""What trained heads share: their target's ends, a draft vocabulary, and their directory."""
+"""What trained heads share: their target's embedding and LM head, a draft vocabulary, their directory."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from slipstream.drafters.proposer import Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.kernels.compiled import backend_for, compiled, freed
 
-NEAR = 256  # tokens before the root behind which heads draft nearly as well as behind all (docs/log.md)
-EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
+NEAR = 256  # tokens before the root: with so many a head drafts nearly as well as with all (docs/log.md)
+EMBEDDING = "embed_tokens.weight"  # public checkpoints hold a copy of the target's
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from slipstream.drafters.recipe import HeadSettings, Recipe
 from slipstream.drafters.store import restored, stored
 from slipstream.drafters.warm_start import WarmStart
 
-ROWS = 32  # of logits, whose laws are looked at together
-SMALL = 2**27  # weights that a head may have whatever its target
+ROWS = 32  # of logits that are taken together
+SMALL = 2**27  # weights that a head may have for any target
 Example = Any  # of `training.data`: its `tokens`, and `loss`, which of them are learnt
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
@@ -49,7 +49,7 @@ class Batch:
     def collate(
         cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ F"]], device: Any
     ) -> "Batch":
-        """Right-padded; padding counts for nothing, and causality keeps it out of sight."""
+        """Right-padded. Padding does not count, and no real token attends to it."""
         tokens = pad_sequence([torch.tensor(e.tokens) for e in examples], batch_first=True)
         counts = pad_sequence([torch.tensor(e.loss[2:]) for e in examples], batch_first=True)
         read = pad_sequence([f[:-1] for f in features], batch_first=True)
@@ -59,8 +59,8 @@ class Batch:
 class LossOfLaw(torch.autograd.Function):
     """token · soft cross-entropy + acceptance · −log Σ min(p, q) of each row, where q = softmax(logits).
 
-    On a CPU rows are taken a few at a time, and their gradient is made at once: what lies between logits and
-    loss stays in a core's cache. Of all rows together it is several times what the logits are.
+    On a CPU a few rows are taken at a time, with their gradient at once, so that the values between logits
+    and loss stay in a core's cache. For all rows together they are several times as large as the logits.
     """
 
     @staticmethod
@@ -125,8 +125,8 @@ class Objective(nn.Module):
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
     Adam moves every weight by about the learning rate, so a head would need thousands of steps to learn from
-    embeddings. It is trained on inputs scaled to the size of the final state, and `drafter` folds the scales
-    into its weights.
+    embeddings. A head is therefore trained on inputs scaled to the size of the final state, and `drafter`
+    folds the scales into its weights.
 
     Args:
         target: its embedding and LM head are read, and stay as they are.
@@ -195,7 +195,7 @@ class Objective(nn.Module):
         return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
     def student(self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]) -> Logits:
-        """Logits of step j over the draft vocabulary. `above`: the text's tokens before those they are of."""
+        """Logits of step j over the draft vocabulary. `above`: the tokens before the predicted ones."""
         return self.lm_head(states)
 
     def forward(self, batch: Batch, settings: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:

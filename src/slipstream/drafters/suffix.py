@@ -47,16 +47,16 @@ class TextState(State):
         return torch.cat([self.root[:, None], tokens], 1)
 
     def best_matches(self, longest: int, count: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
-        """Where the text's end, of at most `longest` tokens, stood before: the last slot, and the length, of
-        each of the `count` best matches. A length of 0 is no match."""
+        """The `count` best earlier matches of the text's end, of at most `longest` tokens: the last slot of
+        each, and its length. A length of 0 is no match."""
         # Slots that no row has filled are left out where the host may look.
         text = self.text[:, : int(self.length.max())] if is_host(self.length) else self.text
         slots, lengths = match_lengths(text, self.ends(longest))
         return _best(slots, lengths.where(slots < self.length[:, None], 0), count)
 
     def matched(self, sizes: Sequence[int]) -> list[int]:
-        """How many of these sizes, the smallest first, each text's last tokens have that stood there before,
-        the root included. The host looks among bytes: tensors take many times as long for so little."""
+        """For each text, how many of these sizes, the smallest first, its end has a match of, the root
+        included. The host compares bytes: tensors take many times as long for so little."""
         counts, width = [], self.text.element_size()
         for root, text, length in zip(self.root, self.text.numpy(), self.length.tolist(), strict=True):
             line = text[:length].tobytes()
@@ -76,7 +76,7 @@ class TextState(State):
 
 
 def _holds(line: bytes, part: bytes, width: int) -> bool:
-    """Whether a line of numbers, `width` bytes each, holds these."""
+    """Whether a line of numbers of `width` bytes holds these numbers."""
     at = line.find(part)
     while at > 0 and at % width:
         at = line.find(part, at + 1)
