@@ -194,8 +194,8 @@ class OneCall:
             for name in names:
                 weights += NO_MATRIX if module is None else matrix(getattr(module, name))
         before, second = self._norms
-        for module in (before, None, second, None, None, None):
-            weights += norm(module)
+        for layer_norm in (before, None, second, None, None, None):
+            weights += norm(layer_norm)
         kinds = {
             (weight.dtype, weight.dim()) for weight in weights if weight is not None and weight.dim() > 1
         }

@@ -15,7 +15,13 @@ from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.drafters.bita.model import Bita, BitaConfig, BitaHead
 from slipstream.drafters.objective import Batch, LossOfLaw, NewHead, Objective
-from slipstream.drafters.recipe import Depth, HeadSettings, Loss, Optimizer, Recipe
+from slipstream.drafters.recipe import (
+    Depth,
+    HeadSettings,
+    Loss as LossSettings,
+    Optimizer as OptimizerSettings,
+    Recipe,
+)
 from slipstream.drafters.store import stored
 
 DROPOUT = 0.1  # of the prompts, in training
@@ -39,13 +45,13 @@ class BitaRecipe(Recipe):
         deep: bool = True
         tree: str = "backbone-3x5"
 
-    class Loss(Loss):
+    class Loss(LossSettings):
         """`groups`: masks are put behind so many points of an answer, at most."""
 
         hard: bool = True
         groups: int = Field(default=64, ge=1, le=4096)
 
-    class Optimizer(Optimizer):
+    class Optimizer(OptimizerSettings):
         lr: float = Field(default=3e-2, gt=0, le=1)
         clip: float = Field(default=1.0, gt=0)
 
@@ -93,9 +99,10 @@ class BitaObjective(Objective):
     def new(cls, plan: NewHead) -> Prompting:
         plan.check_cache()
         settings: BitaRecipe.Head = plan.settings
-        cache = (plan.target.sizes.blocks, plan.sizes["num_key_value_heads"], plan.sizes["head_dim"])
-        own = {"depth": settings.depth, "prompts": settings.prompts}
-        return Prompting(BitaConfig(plan.sizes["hidden_size"], *cache, **own), settings.deep, plan.generator)
+        heads, head_dim = plan.sizes["num_key_value_heads"], plan.sizes["head_dim"]
+        sizes = (plan.sizes["hidden_size"], plan.target.sizes.blocks, heads, head_dim)
+        config = BitaConfig(*sizes, settings.depth, settings.prompts)
+        return Prompting(config, settings.deep, plan.generator)
 
     def forward(
         self, batch: Batch, settings: BitaRecipe.Loss, generator: torch.Generator

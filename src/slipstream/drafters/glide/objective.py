@@ -1,6 +1,6 @@
 """How GLIDE is trained: its recipe and its objective."""
 
-from typing import Annotated, Literal, final
+from typing import Annotated, Any, Literal, final
 
 import torch
 from jaxtyping import Float, Int
@@ -84,20 +84,22 @@ class GlideObjective(Objective):
         plan.check_cache()
         settings: GlideRecipe.Head = plan.settings
         target, sizes = plan.target, dict(plan.sizes)
-        of_target = {
+        other: dict[str, Any] = {
             "target_size": sizes["hidden_size"],
             "target_heads": sizes["num_attention_heads"],
             "target_head_dim": sizes["head_dim"],
             "target_rope": tuple(target.rope(int(tap.removeprefix(CACHE))) for tap in sizes["taps"]),
             "target_pairs": bool(sizes["taps"]) and rotates_pairs(target),
+            "cross_norm": not settings.published,
+            "first_token": settings.published,
         }
         if settings.hidden_size:
             heads = max(1, settings.hidden_size // sizes["head_dim"])
             sizes |= {"hidden_size": settings.hidden_size, "num_attention_heads": heads}
             sizes["num_key_value_heads"] = heads
-        own = {"vocab_size": target.vocab, "draft_vocab_size": plan.vocab} if settings.own_ends else {}
-        published = {"cross_norm": not settings.published, "first_token": settings.published}
-        config = GlideConfig(**sizes, depth=settings.depth, **of_target, **own, **published)
+        if settings.own_ends:
+            other |= {"vocab_size": target.vocab, "draft_vocab_size": plan.vocab}
+        config = GlideConfig(**sizes, **other, depth=settings.depth)
         return GlideHead(config).start(plan.generator, size_of(plan.states[-1]))
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
