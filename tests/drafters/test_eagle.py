@@ -14,8 +14,8 @@ from slipstream.core.span import Span
 from slipstream.core.tree import PAD, chain
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
+from slipstream.drafters.eagle.model import RecursiveDrafter
 from slipstream.drafters.eagle3 import Eagle3Head
-from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.drafters.store import save_drafter
 from slipstream.engine.generate import generate
 
