@@ -48,8 +48,9 @@ def load_drafter(
         config, tensors = read_drafter(home, target)
         with understood(source):
             cls = drafter_class(config.get("method"), source)
-            spec = _with_defaults(spec, cls, temperature, read_tuned(home, target.place, temperature, texts))
-            drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
+            tuned = read_tuned(home, target.place, temperature, texts)
+            options = _checked(cls, _with_defaults(spec, cls, temperature, tuned), BUILT)
+            drafter = cls.load(config, tensors, target, **options)
     if drafter.rows > ROWS:
         raise ValueError(
             f"drafter {shortened(str(spec))!r} costs target passes over {drafter.rows:,} rows; at most are "

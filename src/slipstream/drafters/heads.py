@@ -144,7 +144,7 @@ class HeadDrafter(Proposer):
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
-        logits: Tensor = (self.lm_head or self.head.logits)(hidden)
+        logits: Tensor = self.head.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:

@@ -247,8 +247,8 @@ class Glide(HeadDrafter):
         return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
 
     def _read(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Glimpses) -> Rows:
-        embed = self.head.embed_tokens or self.target.embed
-        return self.head(embed(tokens), positions, attends, glimpses)
+        own = self.head.embed_tokens
+        return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
 
 
 def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
