@@ -61,7 +61,7 @@ class HeadDrafter(Proposer):
 
     method: ClassVar[str]
     module: ClassVar[type[Head]]
-    blind: ClassVar[bool] = False  # it may read nothing of the target
+    taps_optional: ClassVar[bool] = False  # a head may read nothing of the target
     lm_head: nn.Module | None  # the target's, where the head has none of its own
 
     def __init__(
@@ -111,7 +111,7 @@ class HeadDrafter(Proposer):
         tensors, file = dict(tensors), f"config.json of this {cls.method} head"
         try:
             sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
-            if not (sizes.taps or cls.blind):
+            if not (sizes.taps or cls.taps_optional):
                 raise ValueError("taps is []")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file} is not complete: {error}") from error

@@ -171,10 +171,10 @@ class Objective(nn.Module):
         final = features[:, -target.sizes.hidden_size :].float()
         states = [*_by_tap(features.float(), sizes["taps"], final.shape[1]), final]
         tokens = torch.tensor([*chain.from_iterable(example.tokens for example in examples[:64])])
-        embedded, size = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
-        gains = [size / size_of(embedded)]
+        embedded, size = target.embed(tokens.to(features.device)).detach().float(), median_rms(final)
+        gains = [size / median_rms(embedded)]
         for tap, state in zip(sizes["taps"], states, strict=False):
-            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / size_of(state))
+            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / median_rms(state))
         lm_head, Vd = deepcopy(target.lm_head(vocab)).float(), target.vocab if vocab is None else len(vocab)
         generator, scale = torch.Generator().manual_seed(recipe.schedule.seed), torch.stack(gains).cpu()
         head = cls.new(NewHead(settings, sizes, lm_head, Vd, states, scale, target, generator, start))
@@ -257,7 +257,7 @@ def _by_tap(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tup
     return read.chunk(len(taps), -1) if taps else ()
 
 
-def deeper(states: Float[Tensor, "B T N H"]) -> Steps:
+def shifted_steps(states: Float[Tensor, "B T N H"]) -> Steps:
     """The steps of a head that predicts N states in one pass: its j-th at row i is step j's of row i + j."""
     T = states.shape[1]
     for j in range(min(states.shape[2], T)):
@@ -281,7 +281,7 @@ def check_size(settings: HeadSettings, sizes: dict[str, Any], target: Target) ->
         )
 
 
-def size_of(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
+def median_rms(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
     """The median token's rms: a text's first token may be a thousand times as large as the others."""
     return states.pow(2).mean(-1).sqrt().median()
 

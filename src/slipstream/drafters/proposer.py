@@ -15,7 +15,7 @@ from slipstream.core.sampling import Sampler, within
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.tree_builders import Expand
 from slipstream.core.tree_spec import Shape
-from slipstream.drafters.layers import descended
+from slipstream.drafters.layers import visible_scratch
 from slipstream.drafters.store import VOCAB
 
 PROPOSALS = ("top-k", "noise", "sampled")
@@ -168,7 +168,7 @@ class Draft:
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal scores, level, seen
             if level:
-                seen = descended(seen, origin)
+                seen = visible_scratch(seen, origin)
                 scores = step(tokens, origin, seen, level)
             level += 1
             return self.children(scores, at + level)

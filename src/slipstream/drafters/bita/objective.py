@@ -61,7 +61,7 @@ class BitaRecipe(Recipe):
     optimizer: Optimizer = Optimizer()
 
 
-class Prompting(nn.Module):
+class TrainedPrompts(nn.Module):
     """What is trained.
 
     Args:
@@ -96,13 +96,13 @@ class BitaObjective(Objective):
     drafts, reads_features = Bita, False
 
     @classmethod
-    def new(cls, plan: NewHead) -> Prompting:
+    def new(cls, plan: NewHead) -> TrainedPrompts:
         plan.check_cache()
         settings: BitaRecipe.Head = plan.settings
         heads, head_dim = plan.sizes["num_key_value_heads"], plan.sizes["head_dim"]
         sizes = (plan.sizes["hidden_size"], plan.target.sizes.blocks, heads, head_dim)
         config = BitaConfig(*sizes, settings.depth, settings.prompts)
-        return Prompting(config, settings.deep, plan.generator)
+        return TrainedPrompts(config, settings.deep, plan.generator)
 
     def forward(
         self, batch: Batch, settings: BitaRecipe.Loss, generator: torch.Generator

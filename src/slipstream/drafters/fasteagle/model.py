@@ -39,7 +39,7 @@ class FastEagleConfig(HeadConfig):
     draft_vocab_size: int = 0
 
 
-class Above(nn.Module):
+class TokenTerm(nn.Module):
     """Logits of low rank that a drafted token adds to those of the depth behind it. They cost a product with
     r columns of Vd rows, where the LM head has H."""
 
@@ -74,7 +74,7 @@ class FastEagleHead(Head):
         self.fuse = nn.Linear(len(config.taps) * H, H, bias=False)
         self.fc = nn.Linear(2 * H, H, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm) for _ in range(config.depth)])
-        self.above = Above(config) if config.rank else None
+        self.above = TokenTerm(config) if config.rank else None
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.drafter import FINAL
 from slipstream.drafters.eagle.model import EagleConfig, EagleHead
 from slipstream.drafters.fasteagle.model import FastEagle, FastEagleConfig, FastEagleHead
-from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, deeper
+from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, shifted_steps
 from slipstream.drafters.recipe import Depth, Recipe, StatesHead, StepsLoss, Weight
 from slipstream.drafters.warm_start import unscaled
 
@@ -88,7 +88,7 @@ class FastEagleObjective(Objective):
         at = torch.arange(features.shape[1], device=features.device)
         causal = (at <= at[:, None])[None, None]
         attends = [lambda key, value: (key, value, causal)] * self.head.config.depth
-        return deeper(self.head(self.embed(tokens[:, 1:]), features, at[None], attends))
+        return shifted_steps(self.head(self.embed(tokens[:, 1:]), features, at[None], attends))
 
     def student(self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]) -> Logits:
         """The first law needs no term: its state has read the token above."""

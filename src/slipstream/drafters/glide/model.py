@@ -100,7 +100,7 @@ class CrossAttention(nn.Module):
         if not (rotated := 2 * len(self.rope.frequencies)):
             return q
         turned = rotate(q[..., :rotated], *self.rope(positions, q.dtype))
-        return torch.cat([paired(turned) if self.config.target_pairs else turned, q[..., rotated:]], -1)
+        return torch.cat([interleaved(turned) if self.config.target_pairs else turned, q[..., rotated:]], -1)
 
 
 class GlideLayer(nn.Module):
@@ -185,7 +185,7 @@ class Glide(HeadDrafter):
     """Drafts with a `GlideHead`. It has keys and values of its own, and sees the target's up to the last
     pass: the i-th drafted token is i positions ahead of them."""
 
-    method, module, blind = "glide", GlideHead, True
+    method, module, taps_optional = "glide", GlideHead, True
 
     @property
     def lead(self) -> int:
@@ -207,16 +207,16 @@ class Glide(HeadDrafter):
             parts = span.features.chunk(len(self.taps), -1)
             D = self.head.config.target_head_dim
             for i, (part, attend) in enumerate(zip(parts, attends, strict=True)):
-                glimpses[i] = _freed(*attend(*apart(part, D)))
+                glimpses[i] = _freed(*attend(*split_kv(part, D)))
             state.seen.follow(span.cache, span.count)
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
-            self._begin(span, state)
+            self._read_first_token(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.compiles)
         states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
         state.cache.follow(span.cache, span.count, self.lead)
         state.hidden, state.root = span.last(states), span.root
 
-    def _begin(self, span: Span, state: GlideState) -> None:
+    def _read_first_token(self, span: Span, state: GlideState) -> None:
         """Read the first token of each text that begins here. It sees itself, in the target's cache too."""
         new = (state.cache.lengths == 0) & (span.count > 0)
         if is_host(new) and not new.any():
@@ -256,7 +256,7 @@ def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
     return freed(keys, 0, 2), freed(values, 0, 2), freed(seen, 0, 2, 3)
 
 
-def paired(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+def interleaved(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
     """What was rotated by halves, in the order of those who rotate neighbours: 0, D/2, 1, D/2 + 1, …"""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
@@ -267,15 +267,15 @@ def rotates_pairs(target: Target) -> bool:
     if not (about := target.rope(0))[0]:
         return False
     features = target.features([[target.vocab // 2] * 16], (f"{CACHE}0",))[0]
-    key = apart(features[None].double(), target.sizes.head_dim)[0][..., : 2 * len(about[0])]
+    key = split_kv(features[None].double(), target.sizes.head_dim)[0][..., : 2 * len(about[0])]
     halves = Rope(*about)(torch.arange(16, device=key.device)[None], key.dtype)
     first = key[:, :, :1].expand_as(key) / about[1]
     by_halves = rotate(first, *halves)
-    by_pairs = paired(rotate(first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *halves))
+    by_pairs = interleaved(rotate(first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *halves))
     return bool((by_pairs - key).norm() < (by_halves - key).norm())
 
 
-def apart(
+def split_kv(
     cached: Float[Tensor, "B T W"], head_dim: int
 ) -> tuple[Float[Tensor, "B heads T D"], Float[Tensor, "B heads T D"]]:
     """Keys and values from a tap of a cache."""

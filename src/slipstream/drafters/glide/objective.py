@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from slipstream.core.drafter import CACHE
-from slipstream.drafters.glide.model import Glide, GlideConfig, GlideHead, Glimpse, apart, rotates_pairs
-from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, size_of
+from slipstream.drafters.glide.model import Glide, GlideConfig, GlideHead, Glimpse, rotates_pairs, split_kv
+from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, median_rms
 from slipstream.drafters.recipe import Depth, LayerHead, NoisyLoss, Recipe, Taps
 
 
@@ -100,7 +100,7 @@ class GlideObjective(Objective):
         if settings.own_ends:
             other |= {"vocab_size": target.vocab, "draft_vocab_size": plan.vocab}
         config = GlideConfig(**sizes, **other, depth=settings.depth)
-        return GlideHead(config).start(plan.generator, size_of(plan.states[-1]))
+        return GlideHead(config).start(plan.generator, median_rms(plan.states[-1]))
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
         own = self.head.embed_tokens
@@ -123,6 +123,6 @@ class GlideObjective(Objective):
         visible = (at <= block.clamp(min=0)[:, None])[None, None]
         glimpses: list[Glimpse | None] = [None] * config.depth
         for i, part in enumerate(features.chunk(len(config.taps), -1) if config.taps else ()):
-            glimpses[i] = (*apart(part, config.target_head_dim), visible)
+            glimpses[i] = (*split_kv(part, config.target_head_dim), visible)
         attends = [lambda key, value: (key, value, causal)] * config.depth
         yield self.head(self.embed(tokens[:, 1 - lead :]), rows[None] + 1, attends, glimpses)[:, lead:]

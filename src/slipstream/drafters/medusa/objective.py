@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.drafters.heads import rows_of
 from slipstream.drafters.medusa.model import Medusa, MedusaConfig, MedusaHead
-from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, deeper
+from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, shifted_steps
 from slipstream.drafters.recipe import Depth, HeadSettings, Recipe, StepsLoss
 
 
@@ -49,4 +49,4 @@ class MedusaObjective(Objective):
         return self.head.lm_heads[j](states)
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
-        return deeper(self.head(features))
+        return shifted_steps(self.head(features))
