@@ -280,9 +280,7 @@ class Trainer:
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
-        # Passes that the objective makes itself, over masks, are in no record.
-        predicted = predict if self.objective.reads_features else decoded
-        prediction = predicted(drafter, self.recorded)
+        prediction = self.judge(drafter)
         acceptance = [round(a, 4) for a in prediction.acceptance]
         at = (progress.stage, progress.step, progress.trained, loss)
         progress.history.append(Evaluation(*at, round(prediction.tau, 4), acceptance))
@@ -297,6 +295,10 @@ class Trainer:
             tensors |= self.objective.weights(storage)  # the drafter's were rounded to the target's precision
             about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), None)
             save_drafter(self.home, *about, force=True)
+
+    def judge(self, drafter: Any) -> Prediction:
+        """τ on the held-out texts: by decoding where the objective makes passes that no record holds."""
+        return (predict if self.objective.reads_features else decoded)(drafter, self.recorded)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
         progress = self.progress
