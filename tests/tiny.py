@@ -39,7 +39,7 @@ from transformers import (
 
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
@@ -55,7 +55,7 @@ from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.suffix import NGram, Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.engine.policy import Ledger, Policy
+from slipstream.engine.policy import TreeStatistics, Policy
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 
@@ -149,9 +149,9 @@ SAMPLED = {"temperature": 0.8, "seed": 3}
 ENDLESS: dict[str, tuple[int, ...]] = {"eos_token_ids": ()}
 
 
-def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+def noise(*spec: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Normal float64 numbers."""
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(*spec, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def kv_shape(target: HFTarget) -> tuple[int, int, int]:
@@ -308,13 +308,13 @@ class Restless(Policy):
     """Takes turns among a drafter's rungs, in an order without a short period."""
 
     def __init__(self, drafter: Drafter) -> None:
-        super().__init__(Ledger(drafter.rungs))
-        self.rungs, self.rounds = drafter.rungs, 0
+        super().__init__(TreeStatistics(drafter.candidate_trees))
+        self.candidate_trees, self.rounds = drafter.candidate_trees, 0
 
     def choose(self, texts, signs, owed=0.0):
         assert len(texts) == len(signs)
         self.rounds += 1
-        return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]
+        return self.candidate_trees[self.rounds * self.rounds // 3 % len(self.candidate_trees)]
 
     def learn(self, tokens, seconds, guessed):
         assert seconds > 0
@@ -338,7 +338,7 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),
     "auto, bita": lambda target, texts: Auto(bita(target, hosts=2)),
     "auto, tuned": lambda target, texts: Auto(
-        eagle(target), tuned=[*map(Shape.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
+        eagle(target), tuned=[*map(TreeSpec.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
     ),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),

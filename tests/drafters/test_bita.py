@@ -126,7 +126,7 @@ def test_groups_stand_where_drafting_has_hosts():
 def test_hosts_are_those_likeliest_to_end_a_path():
     target = tiny.target("llama")
     drafter = tiny.bita(target, "backbone-3x2", hosts=3)
-    assert static_hosts(drafter.shape.paths, 3, target.device).tolist() == [
+    assert static_hosts(drafter.tree_spec.paths, 3, target.device).tolist() == [
         [0, 1, 2]
     ]  # slots: 1 and 2 of depth one, 3 and 4 of two, 5 and 6 of three
     assert drafter.rows == 7 + 3 * 3

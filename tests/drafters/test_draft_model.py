@@ -201,7 +201,7 @@ def test_without_skip_the_blocks_that_tune_found_are_skipped(monkeypatch, tmp_pa
     found = {"skip": "0", "tree": "chain-2", "proposal": "top-k"}
     save_tuned(tuned_home("self-speculative", ends), ends.place, {0.0: found})
     made = load_drafter("self-speculative", ends)
-    assert (made.shape.name, len(made.model.blocks)) == ("chain-2", 1)
+    assert (made.tree_spec.name, len(made.model.blocks)) == ("chain-2", 1)
 
 
 def test_what_tune_finds_for_a_model_of_a_long_path_is_kept(monkeypatch, tmp_path):

@@ -117,7 +117,7 @@ def test_the_default_tree_follows_the_head(tmp_path):
 
     def made(spec: str, temperature: float = 0.0) -> tuple[str, str, int]:
         drafter = load_drafter(spec, target, temperature)
-        return drafter.head.shape.name, drafter.head.proposal, drafter.matches.rows
+        return drafter.head.tree_spec.name, drafter.head.proposal, drafter.matches.rows
 
     config, tensors = tiny.fasteagle(target, "best-first-2x10").pack()
     save_drafter(tmp_path, "fasteagle", target, config, tensors, {}, dtype=None)

@@ -10,7 +10,7 @@ from slipstream.targets import HFTarget
 @pytest.fixture(autouse=True)
 def restless(monkeypatch):
     monkeypatch.setattr(
-        generate, "policy", lambda target, drafter, texts: tiny.Restless(drafter) if drafter.rungs else None
+        generate, "policy", lambda target, drafter, texts: tiny.Restless(drafter) if drafter.candidate_trees else None
     )
 
 

@@ -4,33 +4,33 @@ import random
 
 import pytest
 
-from slipstream.core.tree_spec import PLAIN, Shape
-from slipstream.engine.policy import DOUBTED, FADES_UNUSED, NO_GUESSES, RESTS, Accepted, Ledger, Policy
+from slipstream.core.tree_spec import PLAIN, TreeSpec
+from slipstream.engine.policy import DOUBTED, FADES_UNUSED, NO_GUESSES, RESTS, Accepted, TreeStatistics, Policy
 
-MATCH = Shape("matches-3", (), 3, 4, 0, 0)
-SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
+MATCH = TreeSpec("matches-3", (), 3, 4, 0, 0)
+SMALL, LARGE = TreeSpec.parse("best-first-2x4"), TreeSpec.parse("best-first-3x16")
 RUNGS = (PLAIN, MATCH, SMALL, LARGE)
 COSTS = [20.0, 22.0, 26.0, 30.0]
 
 
-def decode(policy, tokens, rounds, signs=lambda i: 0, seconds=lambda shape: COSTS[RUNGS.index(shape)]):
-    """Rounds of one text, whose accepted tokens are `tokens(shape)`. Returns the trees that were chosen."""
+def decode(policy, tokens, rounds, signs=lambda i: 0, seconds=lambda spec: COSTS[RUNGS.index(spec)]):
+    """Rounds of one text, whose accepted tokens are `tokens(spec)`. Returns the trees that were chosen."""
     chosen = []
     for i in range(rounds):
-        shape = policy.choose([0], [signs(i)])
-        drafts = shape.depth and (shape.children or signs(i))
-        policy.learn([1 + (tokens(shape) if drafts else 0)], seconds(shape), [bool(drafts)])
-        chosen.append(shape)
+        spec = policy.choose([0], [signs(i)])
+        drafts = spec.depth and (spec.children or signs(i))
+        policy.learn([1 + (tokens(spec) if drafts else 0)], seconds(spec), [bool(drafts)])
+        chosen.append(spec)
     return chosen
 
 
 @pytest.fixture
 def policy():
-    return Policy(Ledger(RUNGS, {1: list(COSTS)}))
+    return Policy(TreeStatistics(RUNGS, {1: list(COSTS)}))
 
 
 def test_a_text_that_is_drafted_badly_is_decoded_plainly_within_16_tokens(policy):
-    chosen = decode(policy, lambda shape: 0, 400)
+    chosen = decode(policy, lambda spec: 0, 400)
     assert PLAIN in chosen[:16]
     assert chosen[16:].count(PLAIN) >= 0.93 * len(chosen[16:])
     assert chosen[100:].count(PLAIN) < 300, "it is never tried again"
@@ -38,8 +38,8 @@ def test_a_text_that_is_drafted_badly_is_decoded_plainly_within_16_tokens(policy
 
 def test_it_comes_back_where_drafts_are_accepted_again(policy):
     """Evidence that never fades would keep a text plain after one bad paragraph."""
-    decode(policy, lambda shape: 0, 60)
-    chosen = decode(policy, lambda shape: min(2, shape.depth), 400)
+    decode(policy, lambda spec: 0, 60)
+    chosen = decode(policy, lambda spec: min(2, spec.depth), 400)
     assert chosen[-50:].count(PLAIN) == 0
 
 
@@ -47,16 +47,16 @@ def test_the_tree_is_that_with_most_tokens_a_second(policy):
     """Large trees bring more and cost more."""
     brings = {PLAIN: 0, MATCH: 0, SMALL: 0.9, LARGE: 1.0}
     draws = random.Random(0)
-    chosen = decode(policy, lambda shape: int(draws.random() < brings[shape]), 600)
+    chosen = decode(policy, lambda spec: int(draws.random() < brings[spec]), 600)
     assert chosen[-200:].count(SMALL) > 150
     brings[LARGE] = 1.6
-    more = decode(policy, lambda shape: int(brings[shape]) + (draws.random() < brings[shape] % 1), 2000)
+    more = decode(policy, lambda spec: int(brings[spec]) + (draws.random() < brings[spec] % 1), 2000)
     assert more[-200:].count(LARGE) > 150
 
 
 def test_a_match_is_read_where_there_is_one(policy):
-    chosen = decode(policy, lambda shape: 3 if shape is MATCH else 0, 300, signs=lambda i: 2 * (i % 4 == 0))
-    with_match, without = chosen[200::4], [shape for i, shape in enumerate(chosen[200:]) if i % 4]
+    chosen = decode(policy, lambda spec: 3 if spec is MATCH else 0, 300, signs=lambda i: 2 * (i % 4 == 0))
+    with_match, without = chosen[200::4], [spec for i, spec in enumerate(chosen[200:]) if i % 4]
     assert set(with_match) == {MATCH}
     assert without.count(MATCH) <= 2  # of 75: it may be tried again
 
@@ -64,7 +64,7 @@ def test_a_match_is_read_where_there_is_one(policy):
 def test_a_text_that_repeats_nothing_may_still_be_drafted_by_a_head(policy):
     """Matches that failed had spoken for the head, which then was not tried."""
     brings = {PLAIN: 0, MATCH: 0, SMALL: 1, LARGE: 2}
-    chosen = decode(policy, lambda shape: 0, 30)
+    chosen = decode(policy, lambda spec: 0, 30)
     policy._seen = {key: seen for key, seen in policy._seen.items() if key[1] != "head"}
     chosen = decode(policy, brings.get, 100)
     assert chosen[-50:].count(LARGE) > 45
@@ -73,7 +73,7 @@ def test_a_text_that_repeats_nothing_may_still_be_drafted_by_a_head(policy):
 def test_costs_follow_the_rounds(policy):
     """A tree that was measured too cheap, in a quiet second or behind a short text."""
     slow = {PLAIN: 20.0, MATCH: 22.0, SMALL: 70.0, LARGE: 80.0}
-    chosen = decode(policy, lambda shape: 1, 300, seconds=slow.get)
+    chosen = decode(policy, lambda spec: 1, 300, seconds=slow.get)
     assert chosen[-50:].count(PLAIN) > 45
 
 
@@ -84,15 +84,15 @@ def test_a_longer_text_makes_every_round_dearer(policy, brings):
     """Grown trees get dearer, and then all trees with plain decoding: what nobody grew looks too dear."""
     longer = [1.6 * cost for cost in COSTS]
     decode(policy, brings.get, 30)
-    decode(policy, brings.get, 150, seconds=lambda shape: longer[RUNGS.index(shape)])
+    decode(policy, brings.get, 150, seconds=lambda spec: longer[RUNGS.index(spec)])
     assert policy.ledger.costs(1) == pytest.approx(longer, rel=0.15)
 
 
 def test_a_disturbed_round_says_little_of_what_rounds_cost(policy):
     """One stop of a second, after which a tree is not grown for long."""
-    decode(policy, lambda shape: 2, 30)
+    decode(policy, lambda spec: 2, 30)
     before = policy.ledger.costs(1)[:]
-    decode(policy, lambda shape: 2, 1, seconds=lambda shape: 50 * COSTS[-1])
+    decode(policy, lambda spec: 2, 1, seconds=lambda spec: 50 * COSTS[-1])
     assert policy.ledger.costs(1) == pytest.approx(before, rel=0.05)
 
 
@@ -110,8 +110,8 @@ def test_what_many_rounds_told_outlives_rounds_of_others():
 
 def test_a_tree_that_nobody_grew_is_known_from_its_like():
     """Rounds of a small tree that say nothing of a large one, or everything about matches."""
-    ledger = Ledger(RUNGS, {1: list(COSTS)})
-    large, match = (ledger.of(RUNGS.index(shape), 0).mean for shape in (LARGE, MATCH))
+    ledger = TreeStatistics(RUNGS, {1: list(COSTS)})
+    large, match = (ledger.of(RUNGS.index(spec), 0).mean for spec in (LARGE, MATCH))
     for _ in range(40):
         ledger.add(RUNGS.index(SMALL), 0, 2, 1.0)
     small = ledger.of(RUNGS.index(SMALL), 0).mean
@@ -127,16 +127,16 @@ def test_a_tree_that_nobody_grew_is_known_from_its_like():
 
 def test_one_bad_text_does_not_spoil_the_average():
     """What was accepted of it counts by how bad it is, or the next text would be decoded plainly."""
-    ledger = Ledger(RUNGS, {1: list(COSTS)})
-    decode(Policy(ledger), lambda shape: 1, 200)
+    ledger = TreeStatistics(RUNGS, {1: list(COSTS)})
+    decode(Policy(ledger), lambda spec: 1, 200)
     before = ledger.of(2, 0).mean
-    decode(Policy(ledger), lambda shape: 0, 300)
+    decode(Policy(ledger), lambda spec: 0, 300)
     assert ledger.of(2, 0).mean > 0.6 * before
 
 
 def test_a_head_that_could_not_guess_yet_is_not_blamed():
     """A round of masks alone counted as a bad draft, after which the head was never tried again."""
-    known = Ledger(RUNGS, {1: list(COSTS)})
+    known = TreeStatistics(RUNGS, {1: list(COSTS)})
     policy = Policy(known)
     for _ in range(20):
         before = known.of(3, 0).mean
@@ -152,33 +152,33 @@ def test_a_head_that_could_not_guess_yet_is_not_blamed():
     assert known.seconds[1] != COSTS
 
 
-CHAINS = (PLAIN, *map(Shape.parse, ("chain-1", "chain-2", "chain-4", "chain-8")))
-PASSES = {shape: 40.0 + 20.0 * shape.depth for shape in CHAINS}  # a draft model of half the target's time
+CHAINS = (PLAIN, *map(TreeSpec.parse, ("chain-1", "chain-2", "chain-4", "chain-8")))
+PASSES = {spec: 40.0 + 20.0 * spec.depth for spec in CHAINS}  # a draft model of half the target's time
 
 
 def test_a_draft_model_that_never_agrees_is_dropped_at_once():
     """A round of eight passes that nothing comes of is five plain ones."""
     chosen = decode(
-        Policy(Ledger(CHAINS, {1: list(PASSES.values())})), lambda shape: 0, 128, seconds=PASSES.get
+        Policy(TreeStatistics(CHAINS, {1: list(PASSES.values())})), lambda spec: 0, 128, seconds=PASSES.get
     )
-    assert 0 < max(shape.depth for shape in chosen) <= 2
+    assert 0 < max(spec.depth for spec in chosen) <= 2
     assert sum(map(PASSES.get, chosen)) <= 128 * PASSES[PLAIN] / 0.97
 
 
 def test_a_draft_model_that_is_right_soon_drafts_far():
     """A chain's guess was that of a head's tree, so that none was tried. A longer one promised too little
     beside a shorter one that was right."""
-    policy = Policy(Ledger(CHAINS, {1: list(PASSES.values())}))
-    chosen = decode(policy, lambda shape: shape.depth, 60, seconds=PASSES.get)
+    policy = Policy(TreeStatistics(CHAINS, {1: list(PASSES.values())}))
+    chosen = decode(policy, lambda spec: spec.depth, 60, seconds=PASSES.get)
     assert chosen[0].depth
-    assert min(shape.depth for shape in chosen[20:]) >= 4
+    assert min(spec.depth for spec in chosen[20:]) >= 4
 
 
 @pytest.mark.parametrize(("rungs", "left"), [(CHAINS, DOUBTED), (RUNGS, 10.0)])
 def test_what_few_rounds_told_of_a_chain_fades(rungs, left):
     """One text made a draft model look a little too dear, and no text after it was drafted."""
     last = len(rungs) - 1
-    ledger = Ledger(rungs, {1: [20.0, *[200.0] * last]}, {(last, 0): Accepted(0.5, 10.0)})
+    ledger = TreeStatistics(rungs, {1: [20.0, *[200.0] * last]}, {(last, 0): Accepted(0.5, 10.0)})
     policy = Policy(ledger)
     for _ in range(400):
         assert policy.choose([0], [0]) is PLAIN
@@ -187,16 +187,16 @@ def test_what_few_rounds_told_of_a_chain_fades(rungs, left):
 
 
 def test_a_draft_model_reads_a_long_prompt_only_if_that_may_pay():
-    policy = Policy(Ledger(CHAINS, {1: list(PASSES.values())}))
+    policy = Policy(TreeStatistics(CHAINS, {1: list(PASSES.values())}))
     assert policy.choose([0], [0], owed=100.0).depth
     assert not policy.choose([0], [0], owed=1000.0).depth
 
 
 def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
-    policy = Policy(Ledger(RUNGS, {4: list(COSTS)}))
+    policy = Policy(TreeStatistics(RUNGS, {4: list(COSTS)}))
     for _ in range(40):
-        shape = policy.choose([0, 1, 2, 3], [0] * 4)
-        policy.learn([2, 2, 2, 1] if shape.depth else [1] * 4, 25.0, [bool(shape.depth)] * 4)
+        spec = policy.choose([0, 1, 2, 3], [0] * 4)
+        policy.learn([2, 2, 2, 1] if spec.depth else [1] * 4, 25.0, [bool(spec.depth)] * 4)
     assert policy.choose([0, 1, 2, 3], [0] * 4).depth
     assert {text for text, _ in policy._seen} == {0, 1, 2, 3}
     policy.choose([1], [0])
@@ -205,10 +205,10 @@ def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
 
 def test_rounds_rest_where_no_tree_comes_near():
     """Eight texts whose trees cost twice a plain round were weighed in each one, for 2 % of it."""
-    dear, cheap = Policy(Ledger(RUNGS, {2: [20.0, 60.0, 70.0, 90.0]})), Policy(Ledger(RUNGS, {2: COSTS}))
+    dear, cheap = Policy(TreeStatistics(RUNGS, {2: [20.0, 60.0, 70.0, 90.0]})), Policy(TreeStatistics(RUNGS, {2: COSTS}))
     for policy, rests in ((dear, RESTS), (cheap, 0)):
-        shape = policy.choose([0, 1], [0, 0])
-        policy.learn([1, 1], 20.0, [bool(shape.depth)] * 2)
+        spec = policy.choose([0, 1], [0, 0])
+        policy.learn([1, 1], 20.0, [bool(spec.depth)] * 2)
         assert [policy.rests([0, 1]) for _ in range(RESTS + 1)] == [True] * rests + [False] * (
             RESTS + 1 - rests
         )
@@ -221,7 +221,7 @@ def test_rounds_rest_where_no_tree_comes_near():
 def test_many_texts_ask_for_more_of_a_tree(texts, chosen, rests):
     """Eight texts that grow a tree for a promise of 8 %, or choose anew in every fifth round."""
     brings = Accepted(1.0, 1e6)
-    ledger = Ledger(RUNGS, {texts: [20.0, 200.0, 40.0 / 1.08, 200.0]}, {(2, 0): brings})
+    ledger = TreeStatistics(RUNGS, {texts: [20.0, 200.0, 40.0 / 1.08, 200.0]}, {(2, 0): brings})
     policy, all_of_them = Policy(ledger), list(range(texts))
     assert policy.choose(all_of_them, [0] * texts) == chosen
     policy.learn([1] * texts, 20.0, [False] * texts)
@@ -232,7 +232,7 @@ def test_what_was_seen_fades_in_rounds_that_rest():
     """A text would be tried again five times as late."""
     left = []
     for rests in (0, RESTS):
-        policy = Policy(Ledger(RUNGS, {1: [20.0, 60.0, 70.0, 90.0]}))
+        policy = Policy(TreeStatistics(RUNGS, {1: [20.0, 60.0, 70.0, 90.0]}))
         policy.choose([0], [0])
         policy._of(0, 0, True).promised = 1.0
         policy._rested = rests
@@ -244,7 +244,7 @@ def test_what_was_seen_fades_in_rounds_that_rest():
 def test_rests_end_though_a_round_behind_them_taught_nothing():
     """A text whose grammar forced tokens in the round behind rests was decoded plainly to its end. `learn` is
     not called for such a round, so the rests of before stayed counted."""
-    policy = Policy(Ledger(RUNGS, {1: [20.0, 60.0, 70.0, 90.0]}))
+    policy = Policy(TreeStatistics(RUNGS, {1: [20.0, 60.0, 70.0, 90.0]}))
     policy.choose([0], [0])
     policy.learn([1], 20.0, [False])
     assert [policy.rests([0]) for _ in range(RESTS)] == [True] * RESTS
@@ -255,10 +255,10 @@ def test_rests_end_though_a_round_behind_them_taught_nothing():
 
 def test_a_text_without_guesses_is_no_evidence_against_them():
     """It brings one token whatever the tree, which says nothing of what the others' guesses are worth."""
-    policy = Policy(Ledger(RUNGS, {2: list(COSTS)}))
+    policy = Policy(TreeStatistics(RUNGS, {2: list(COSTS)}))
     for _ in range(40):
-        shape = policy.choose([0, 1], [0, NO_GUESSES])
-        policy.learn([3 if shape.depth else 1, 1], 21.0, [bool(shape.depth), False])
+        spec = policy.choose([0, 1], [0, NO_GUESSES])
+        policy.learn([3 if spec.depth else 1, 1], 21.0, [bool(spec.depth), False])
     seen = {
         text: [each.factor for (other, _), each in policy._seen.items() if other == text] for text in (0, 1)
     }

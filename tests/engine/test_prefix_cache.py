@@ -31,7 +31,7 @@ def session(name: str, keep: int) -> Session:
     target = tiny.target("llama")
     drafter = tiny.DRAFTERS[name](target, [FIRST + OTHER] * 40)
     law = {"law": multi_round} if drafter.law == "multi-round" else {}
-    policy = tiny.Restless(drafter) if drafter.rungs else None
+    policy = tiny.Restless(drafter) if drafter.candidate_trees else None
     return Session(target, drafter, **law, rows=3, policy=policy, keep=keep)
 
 
@@ -131,9 +131,9 @@ def test_remembered_answers_serve_texts_of_their_salt_alone(name, tmp_path):
     here = Session(target, drafter, rows=1)
 
     def accepted(salt: int) -> int:
-        shape = next((rung for rung in drafter.rungs if rung.depth), None)
+        spec = next((rung for rung in drafter.candidate_trees if rung.depth), None)
         [made] = here.admit([FIRST], [HOW], salts=[salt])
-        count = sum(len(here.step(shape=shape)[0].tokens) - 1 for _ in range(4))
+        count = sum(len(here.step(spec=spec)[0].tokens) - 1 for _ in range(4))
         here.retire([made.text])
         return count
 

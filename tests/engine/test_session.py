@@ -9,7 +9,7 @@ import torch
 import tiny
 from slipstream.core import kv_cache as caches
 from slipstream.core.sampling import Sampling
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine import session as sessions
@@ -26,7 +26,7 @@ SAMPLING = [
 ROWS = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
 KINDS = {"T=0": [Sampling()] * len(PROMPTS), "T=1": [SAMPLING[1]] * len(PROMPTS), "mixed": ROWS}
 FAMILY = "qwen2"  # sliding windows shorter than the prompts
-pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
+pytestmark = pytest.mark.usefixtures("unchecked")  # specs and types are checked by the exactness suite
 
 
 @cache
@@ -147,22 +147,22 @@ def test_every_round_may_grow_another_tree(name):
     without guesses that leaves a stale state behind."""
     drafter = drafter_of(name, "mixed")
     law = drafter.law if drafter.law == "coupled" else "sampled"
-    shapes = [None, PLAIN, *map(Shape.parse, TREES if law == "sampled" else GROWN)]
+    specs = [None, PLAIN, *map(TreeSpec.parse, TREES if law == "sampled" else GROWN)]
     chance, drafted = random.Random(0), set()
 
     def step(session):
-        shape = chance.choice(shapes)
-        news = session.step(shape=shape)
-        if shape is PLAIN:
+        spec = chance.choice(specs)
+        news = session.step(spec=spec)
+        if spec is PLAIN:
             assert session.span.tree.nodes == 1
-        elif shape is not None and isinstance(drafter, Proposer):
-            assert session.span.tree.nodes <= shape.nodes
-            assert session.span.tree.depth <= shape.depth
+        elif spec is not None and isinstance(drafter, Proposer):
+            assert session.span.tree.nodes <= spec.nodes
+            assert session.span.tree.depth <= spec.depth
         drafted.add(session.span.tree.nodes)
         return news
 
     for capacity in (0, 40):
-        session = Session(tiny.target(FAMILY), drafter, rows=3, capacity=capacity, shapes=shapes[1:])
+        session = Session(tiny.target(FAMILY), drafter, rows=3, capacity=capacity, specs=specs[1:])
         play(session, "mixed", 0, step)
     assert len(drafted) > 1
 
@@ -170,20 +170,20 @@ def test_every_round_may_grow_another_tree(name):
 def test_room_for_the_largest_tree_is_made_at_once():
     """A storage that grows, and so is copied, in the middle of a text because a tree is larger than the
     drafter's own."""
-    target, shapes = tiny.target(FAMILY), [Shape.parse("best-first-4x60"), Shape.parse("chain-2")]
+    target, specs = tiny.target(FAMILY), [TreeSpec.parse("best-first-4x60"), TreeSpec.parse("chain-2")]
     for drafter in (tiny.eagle(target), tiny.glide(target, "chain-1"), tiny.draft_model(target, "chain-1")):
-        session = Session(target, drafter, capacity=len(PROMPTS[0]) + NEW, shapes=shapes)
+        session = Session(target, drafter, capacity=len(PROMPTS[0]) + NEW, specs=specs)
         session.admit(PROMPTS[:1], ROWS[:1])
         held = [cache.storage.stored[0].data_ptr() for cache in (session.cache, *session.state.caches)]
         while session.lengths[0] < len(PROMPTS[0]) + NEW:
-            session.step(shape=shapes[0])
+            session.step(spec=specs[0])
         assert [
             cache.storage.stored[0].data_ptr() for cache in (session.cache, *session.state.caches)
         ] == held
 
 
 def test_a_tree_that_cannot_be_grown_is_refused():
-    """A shape that a drafter was not made with came past the checks of its own."""
+    """A spec that a drafter was not made with came past the checks of its own."""
     target = tiny.target(FAMILY)
     for drafter, tree, message in (
         (tiny.fasteagle(target), "chain-4", "is 4 deep and this drafter drafts 3 tokens"),
@@ -195,11 +195,11 @@ def test_a_tree_that_cannot_be_grown_is_refused():
         (tiny.eagle(target, "chain-2", vocab=5), "backbone-2x6", "asks for 6 children a node"),
     ):
         with pytest.raises(ValueError, match=message):
-            Session(target, drafter, shapes=[Shape.parse(tree)])
+            Session(target, drafter, specs=[TreeSpec.parse(tree)])
         session = Session(target, drafter)
         session.admit(PROMPTS[:1], ROWS[:1])
         with pytest.raises(ValueError, match=message):
-            session.step(shape=Shape.parse(tree))
+            session.step(spec=TreeSpec.parse(tree))
 
 
 def test_no_text_waits_longer_than_a_chunk(monkeypatch):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
 from slipstream.drafters.proposer import Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
@@ -69,7 +69,7 @@ class HeadDrafter(Proposer):
         head: Head,
         target: Target,
         vocab: Vocab | None = None,
-        tree: str | Shape = "fig9",
+        tree: str | TreeSpec = "fig9",
         proposal: str = "top-k",
     ) -> None:
         device, V = target.device, target.vocab

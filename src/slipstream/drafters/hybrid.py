@@ -9,12 +9,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.suffix import Suffix, SuffixState
 from slipstream.spec import Spec
@@ -74,28 +74,28 @@ class Hybrid(Drafter):
                 "directory"
             )
         named = "tree" in Spec.parse(head).options
-        if tree is not None or (drafter.shape.nodes < SMALLEST and not named):
+        if tree is not None or (drafter.tree_spec.nodes < SMALLEST and not named):
             default = f"best-first-{min(4, drafter.deepest or 4)}x{SMALLEST}"
             drafter.grow_as(tree or default, drafter.proposal)
-        return cls(drafter, Suffix(max(2, drafter.shape.nodes), depth, remember))
+        return cls(drafter, Suffix(max(2, drafter.tree_spec.nodes), depth, remember))
 
     def start(self, batch: int, device: torch.device) -> HybridState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
         return HybridState(root, self.head.start(batch, device), self.matches.start(batch, device))
 
-    def room(self, shape: Shape | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         """Accepted matches are longer than the head's own guesses."""
-        head, matches = self.head.room(shape), self.matches.room(shape)
-        return Room(max(head.target, matches.target), head.own + matches.own)
+        head, matches = self.head.scratch_slots(spec), self.matches.scratch_slots(spec)
+        return ScratchSlots(max(head.target, matches.target), head.own + matches.own)
 
     def update(self, span: Span, state: HybridState) -> None:
         self.head.update(span, state.head)
         self.matches.update(span, state.matches)
         state.root = state.head.root
 
-    def propose(self, state: HybridState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        tree = self.head.propose(state.head, sampler, shape)
-        deep = shape and replace(shape, depth=shape.nodes - 1)  # its depth is that of draft steps
+    def propose(self, state: HybridState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        tree = self.head.propose(state.head, sampler, spec)
+        deep = spec and replace(spec, depth=spec.nodes - 1)  # its depth is that of draft steps
         matches = self.matches.propose(state.matches, sampler, deep)
         if tree.nodes == 1:  # the head guesses nothing
             return replace(matches, probes=tree.probes)

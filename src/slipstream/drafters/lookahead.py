@@ -12,7 +12,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.suffix import TextState
 
 POOL = 4096  # n-grams that a row remembers; a new one replaces the oldest
@@ -97,7 +97,7 @@ class Lookahead(Drafter):
         state.pool = state.pool.scatter(1, at, grams)
         state.added = state.added + real.sum(1)
 
-    def propose(self, state: LookaheadState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: LookaheadState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         B = len(state.root)
         columns = torch.cat([state.levels[:, 0], state.levels[:, 1:].transpose(1, 2).flatten(1)], 1)
         tokens = torch.cat([state.root[:, None], columns, self._guesses(state).flatten(1)], 1)

@@ -12,7 +12,7 @@ from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
 from slipstream.core.tree_builders import best_first
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.proposer import Draft
 
@@ -43,23 +43,23 @@ class ParallelDrafter(HeadDrafter):
 
     def start(self, batch: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        shape = (batch, self.drafted, self.head.config.hidden_size)
-        return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
+        spec = (batch, self.drafted, self.head.config.hidden_size)
+        return ParallelState(root, torch.zeros(spec, dtype=self.target.dtype, device=device), root.clone())
 
-    def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        draft, level = Draft(self, self.shaped(shape), sampler), 0
-        if draft.shape.depth > (drafted := state.hidden.shape[1]):
+    def propose(self, state: ParallelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        draft, level = Draft(self, self.shaped(spec), sampler), 0
+        if draft.tree_spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
-                f"tree {draft.shape.name!r} is {draft.shape.depth} deep and this session drafts {drafted} "
-                "tokens: name it among the session's shapes"
+                f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this session drafts {drafted} "
+                "tokens: name it among the session's specs"
             )
-        scores = self.scores(state.hidden[:, : draft.shape.depth])
-        if self.one_law and draft.shape.best_first and not any(sampler.walks) and is_host(scores):
+        scores = self.scores(state.hidden[:, : draft.tree_spec.depth])
+        if self.one_law and draft.tree_spec.best_first and not any(sampler.grammar_states) and is_host(scores):
             if not draft.noisy:
-                return best_first(state.root, *draft.children(scores, state.length + 1), draft.shape.nodes)
+                return best_first(state.root, *draft.children(scores, state.length + 1), draft.tree_spec.nodes)
             levels = (draft.children(own, state.length + i) for i, own in enumerate(scores.split(1, 1), 1))
             ids, log_q = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
-            return best_first(state.root, ids, log_q, draft.shape.nodes)
+            return best_first(state.root, ids, log_q, draft.tree_spec.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level

@@ -1,4 +1,4 @@
-"""Drafters whose trees grow from candidates: by a named shape, in three ways to pick them at T > 0."""
+"""Drafters whose trees grow from candidates: by a named spec, in three ways to pick them at T > 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import Drafter, Room
-from slipstream.core.grammar import Walk, leads_on
+from slipstream.core.drafter import Drafter, ScratchSlots
+from slipstream.core.grammar import GrammarState, leads_on
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler, within
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.tree_builders import Expand
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.layers import visible_scratch
 from slipstream.drafters.store import VOCAB
 
@@ -29,12 +29,12 @@ Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], 
 
 
 class Proposer(Drafter):
-    """Grows trees of any `Shape` from the laws that it guesses.
+    """Grows trees of any `TreeSpec` from the laws that it guesses.
 
     Args:
         vocab: target ids that candidates are taken from, sorted.
         width: V, of the target's logits.
-        tree: the default `Shape`, or its name.
+        tree: the default `TreeSpec`, or its name.
         proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own
             noise g; "sampled" from q without replacement, verified by the multi-round law (static trees
             only).
@@ -49,7 +49,7 @@ class Proposer(Drafter):
 
     reach: int | None = None
 
-    def __init__(self, vocab: Vocab, width: int, tree: str | Shape, proposal: str) -> None:
+    def __init__(self, vocab: Vocab, width: int, tree: str | TreeSpec, proposal: str) -> None:
         if not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < width):
             raise ValueError(f"this drafter's draft vocabulary names other tokens than this target's {width}")
         if len(vocab.unique()) < len(vocab):  # siblings that are the same would be accepted too often
@@ -71,35 +71,35 @@ class Proposer(Drafter):
     @property
     def drafted(self) -> int:
         """The depth of the deepest tree that was asked for: no step needs deeper guesses."""
-        return max(shape.depth for shape in self._checked)
+        return max(spec.depth for spec in self._checked)
 
-    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
+    def grow_as(self, tree: str | TreeSpec, proposal: str = "top-k") -> None:
         """Change the default tree and the proposal. Raises ValueError."""
         if proposal not in PROPOSALS:
             raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
         self.proposal, self.uses_target_noise = proposal, proposal == "noise"
         self.law = "multi-round" if proposal == "sampled" else "coupled"
-        self.shape = Shape.parse(tree) if isinstance(tree, str) else tree
-        self.check(self.shape)
-        self._checked = [self.shape]
-        self.depth, self.rows = self.shape.depth, self.shape.nodes
+        self.tree_spec = TreeSpec.parse(tree) if isinstance(tree, str) else tree
+        self.check(self.tree_spec)
+        self._checked = [self.tree_spec]
+        self.depth, self.rows = self.tree_spec.depth, self.tree_spec.nodes
 
-    def check(self, shape: Shape) -> None:
+    def check(self, spec: TreeSpec) -> None:
         """Raises ValueError for a tree that cannot be grown, or that would not be exact."""
-        if self.deepest is not None and shape.depth > self.deepest:
+        if self.deepest is not None and spec.depth > self.deepest:
             raise ValueError(
-                f"tree {shape.name!r} is {shape.depth} deep and this drafter drafts {self.deepest} tokens: "
+                f"tree {spec.name!r} is {spec.depth} deep and this drafter drafts {self.deepest} tokens: "
                 "name a lower tree"
             )
-        if self.proposal == "sampled" and not shape.keeps_first_children:
+        if self.proposal == "sampled" and not spec.keeps_first_children:
             raise ValueError(
-                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law "
+                f"tree {spec.name!r} drops some of a node's sampled children, which the multi-round law "
                 "does not allow: use a static tree without gaps among siblings (fig9, chain-5, …) with "
                 "proposal=sampled"
             )
-        if shape.children > len(self.vocab):
+        if spec.children > len(self.vocab):
             raise ValueError(
-                f"tree {shape.name!r} asks for {shape.children} children a node and the draft vocabulary has "
+                f"tree {spec.name!r} asks for {spec.children} children a node and the draft vocabulary has "
                 f"{len(self.vocab)}: narrow the tree"
             )
 
@@ -108,21 +108,21 @@ class Proposer(Drafter):
         tensors = dict(module.state_dict())
         if len(self.vocab) < self.width:
             tensors[VOCAB] = self.vocab.int()
-        return config | {"tree": self.shape.name}, tensors
+        return config | {"tree": self.tree_spec.name}, tensors
 
-    def shaped(self, shape: Shape | None) -> Shape:
-        """The shape that was asked for, checked; the default where none was."""
-        if shape is None:
-            return self.shape
-        if shape not in self._checked:
-            self.check(shape)
-            self._checked.append(shape)
-        return shape
+    def shaped(self, spec: TreeSpec | None) -> TreeSpec:
+        """The spec that was asked for, checked; the default where none was."""
+        if spec is None:
+            return self.tree_spec
+        if spec not in self._checked:
+            self.check(spec)
+            self._checked.append(spec)
+        return spec
 
-    def room(self, shape: Shape | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         """See `Drafter`. Draft steps stand behind a text whose length is known a step late."""
-        shape = self.shaped(shape)
-        return Room(shape.nodes, max(shape.nodes, shape.depth + shape.scratch + 3))
+        spec = self.shaped(spec)
+        return ScratchSlots(spec.nodes, max(spec.nodes, spec.depth + spec.scratch + 3))
 
 
 @dataclass
@@ -135,26 +135,26 @@ class Draft:
     """
 
     drafter: Proposer
-    shape: Shape
+    spec: TreeSpec
     sampler: Sampler
     laws: list[Scores] = field(default_factory=list)
-    walks: list[list[Walk | None]] = field(default_factory=list)
+    walks: list[list[GrammarState | None]] = field(default_factory=list)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         """The tree, with the laws that its children were sampled from, if they were."""
-        if any(walk is not None for walk in self.sampler.walks):
-            self.walks = [[walk] for walk in self.sampler.walks]
+        if any(walk is not None for walk in self.sampler.grammar_states):
+            self.walks = [[walk] for walk in self.sampler.grammar_states]
 
         def walked(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             if self.walks:
                 self._walk(tokens.tolist(), origin.tolist())
             return expand(tokens, origin)
 
-        tree = self.shape.grow(root, walked)
+        tree = self.tree_spec.grow(root, walked)
         if not self.laws:
             return tree
         law = self.laws[0].new_zeros(len(tree.tokens), tree.nodes, self.drafter.width)
-        law[:, self.shape.inner(law.device)[:, None], self.drafter.vocab] = torch.cat(self.laws, 1)
+        law[:, self.tree_spec.inner(law.device)[:, None], self.drafter.vocab] = torch.cat(self.laws, 1)
         return replace(tree, law=law)
 
     def step_by_step(
@@ -200,7 +200,7 @@ class Draft:
             wide = self._widened(scores)
             allowed = within(wide.flatten(0, 1), [walk for row in self.walks for walk in row]).view_as(wide)
             scores = allowed if wide is scores else allowed[..., drafter.vocab]
-        log_q, index = scores.log_softmax(-1).topk(self.shape.children)
+        log_q, index = scores.log_softmax(-1).topk(self.tree_spec.children)
         ids = drafter.vocab[index]
         if self.walks:  # somewhere nothing may be allowed
             log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)
@@ -228,7 +228,7 @@ class Draft:
         nodes = self._widened(scores).unbind(1)
         walks = [list(column) for column in zip(*self.walks, strict=True)] or [[]] * len(nodes)
         pairs = zip(nodes, walks, strict=True)
-        processed = [self.sampler.scores(node, walks=walk, partial=True) for node, walk in pairs]
+        processed = [self.sampler.scores(node, states=walk, partial=True) for node, walk in pairs]
         return torch.stack(processed, 1)[..., self.drafter.vocab]
 
     def _sample(self, scores: Scores, position: Int[Tensor, " B"]) -> Candidates:
@@ -239,7 +239,7 @@ class Draft:
         log_q = scores.double().log_softmax(-1)
         log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # nothing is allowed, or a head is damaged
         drawn = torch.where(hot, log_q - (-u.view(scores.shape).log()).log(), log_q)
-        index = drawn.topk(self.shape.children).indices
+        index = drawn.topk(self.tree_spec.children).indices
         best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)
         self.laws.append(torch.where(hot, log_q.exp(), best))
         chosen = log_q.gather(2, index)

@@ -12,7 +12,7 @@ from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Probes, Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 
 @dataclass
@@ -60,7 +60,7 @@ class RandomDrafter(Drafter):
         state.root = span.root
         state.position = span.start + span.count
 
-    def propose(self, state: RandomState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: RandomState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         B, device = len(state.root), state.root.device
         u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(
             B, self.inner, self.vocab

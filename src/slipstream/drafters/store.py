@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.directories import check_claim
 from slipstream.files import cache_home, check_regular, first_line, note, read_json, understood, update_json
 from slipstream.kernels.weight_packing import EIGHT
@@ -167,7 +167,7 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
             "training failed: train the drafter again"
         )
     if (vocab := tensors.get(VOCAB)) is not None and vocab.ndim != 1:
-        raise ValueError(f"{source} does not fit: {VOCAB} has shape {list(vocab.shape)}; it must be a list")
+        raise ValueError(f"{source} does not fit: {VOCAB} has spec {list(vocab.shape)}; it must be a list")
     return tensors
 
 
@@ -198,11 +198,11 @@ def read_tuned(directory: str | Path, place: str, temperature: float, texts: int
     return {key: str(entry[key]) for key in ("skip", "tree", "proposal") if key in entry}
 
 
-def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[Shape, ...]:
+def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[TreeSpec, ...]:
     """The trees among which `auto` shall choose, as `tune` found them, the smallest first; none if it has not
     run."""
     trees = _tuned_entry(directory, place, temperature, texts).get("rungs", [])
-    return tuple(sorted(map(Shape.parse, trees), key=lambda shape: shape.nodes))
+    return tuple(sorted(map(TreeSpec.parse, trees), key=lambda spec: spec.nodes))
 
 
 def save_tuned(
@@ -228,7 +228,7 @@ def _tuned_entry(directory: str | Path, place: str, temperature: float, texts: i
                 by_texts[n] = entry
         nearest = by_texts[min(by_texts, key=lambda n: abs(math.log2(n / texts)))] if by_texts else {}
         for tree in [*filter(None, [nearest.get("tree")]), *nearest.get("rungs", [])]:
-            Shape.parse(tree)
+            TreeSpec.parse(tree)
         return dict(nearest)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         note(f"{path} is damaged and ignored: {first_line(error)}: delete it, and run tune again")
@@ -250,12 +250,12 @@ def _setting(temperature: float, texts: int) -> str:
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
     """Load tensors into a module. Raises ValueError, which names those that are missing, unknown or of
-    another shape."""
+    another spec."""
     wanted = module.state_dict()
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]
     wrong += [
-        f"{name} has shape {list(t.shape)} and should have {list(wanted[name].shape)}"
+        f"{name} has spec {list(t.shape)} and should have {list(wanted[name].shape)}"
         for name, t in tensors.items()
         if name in wanted and t.shape != wanted[name].shape
     ]

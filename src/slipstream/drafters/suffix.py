@@ -17,11 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room, State, appended
+from slipstream.core.drafter import Drafter, ScratchSlots, State, appended
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
-from slipstream.core.tree_spec import DEEPEST, ROWS, Shape
+from slipstream.core.tree_spec import DEEPEST, ROWS, TreeSpec
 
 LONGEST = 16  # tokens of a match that count
 MATCHES = 8  # in the text, and as many in the memory: the longest, and of equally long ones the latest
@@ -134,12 +134,12 @@ class NGram(Drafter):
     def update(self, span: Span, state: TextState) -> None:
         state.read(span)
 
-    def propose(self, state: TextState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: TextState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         slots, lengths = state.best_matches(self.longest, 1)
         matched = (lengths >= self.shortest).any(1)
         if is_host(matched) and not bool(matched.any()):
             return chain(state.root[:, None])
-        depth = self.depth if shape is None else min(self.depth, shape.depth)
+        depth = self.depth if spec is None else min(self.depth, spec.depth)
         draft = state.following(slots, depth)[:, 0].masked_fill(~matched[:, None], PAD)
         return chain(torch.cat([state.root[:, None], draft], 1))
 
@@ -225,16 +225,16 @@ class Suffix(Drafter):
         text = zeros.new_zeros(batch, 0)
         return SuffixState(zeros, text, zeros.clone(), zeros + PAD, zeros.clone(), self._memory)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        rows = self.rows if shape is None else shape.nodes
-        return Room(rows, rows)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        rows = self.rows if spec is None else spec.nodes
+        return ScratchSlots(rows, rows)
 
     def update(self, span: Span, state: SuffixState) -> None:
         state.read(span)
         state.matches = None
 
-    def propose(self, state: SuffixState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        nodes, depth = (self.rows, self.depth) if shape is None else (shape.nodes, shape.depth)
+    def propose(self, state: SuffixState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        nodes, depth = (self.rows, self.depth) if spec is None else (spec.nodes, spec.depth)
         state.prompt = state.length.where(state.prompt < 0, state.prompt)
         if len(state.root) == 1 and state.memory is None and is_host(state.root):
             return _grown_by_host(state, nodes - 1, depth)

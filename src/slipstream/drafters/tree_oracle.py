@@ -12,7 +12,7 @@ from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 
 @dataclass
@@ -54,7 +54,7 @@ class TreeOracle(Drafter):
         state.row = span.cache.texts
         state.step = state.step + 1
 
-    def propose(self, state: OracleState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: OracleState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         columns = (state.root, state.row, state.position, state.step)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)

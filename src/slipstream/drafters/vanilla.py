@@ -8,7 +8,7 @@ from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree, chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 
 @final
@@ -21,5 +21,5 @@ class Vanilla(Drafter):
     def update(self, span: Span, state: State) -> None:
         state.root = span.root
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         return chain(state.root[:, None])

@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import FINAL, Room
+from slipstream.core.drafter import FINAL, ScratchSlots
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.tree_builders import Path
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 from slipstream.drafters.proposer import Vocab
@@ -82,7 +82,7 @@ class Bita(ParallelDrafter):
         head: BitaHead,
         target: Target,
         vocab: Vocab | None = None,
-        tree: str | Shape = "backbone-3x5",
+        tree: str | TreeSpec = "backbone-3x5",
         proposal: str = "top-k",
         hosts: int = 4,
     ) -> None:
@@ -90,15 +90,15 @@ class Bita(ParallelDrafter):
         super().__init__(head, target, vocab, tree, proposal)
         self.memory = self.head.memory if self.head.config.prompts else None
 
-    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
+    def grow_as(self, tree: str | TreeSpec, proposal: str = "top-k") -> None:
         super().grow_as(tree, proposal)
         self.probes = self.head.masks[: self.depth]
-        self.rows = self.room().target
+        self.rows = self.scratch_slots().target
 
-    def room(self, shape: Shape | None = None) -> Room:
-        shape = self.shaped(shape)
-        rows = shape.nodes + min(self.hosts or shape.nodes, shape.nodes) * shape.depth
-        return Room(rows, rows)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        spec = self.shaped(spec)
+        rows = spec.nodes + min(self.hosts or spec.nodes, spec.nodes) * spec.depth
+        return ScratchSlots(rows, rows)
 
     def start(self, batch: int, device: torch.device) -> BitaState:
         known = torch.zeros(batch, dtype=torch.long, device=device)
@@ -116,20 +116,20 @@ class Bita(ParallelDrafter):
             state.hidden = features.gather(1, later[..., None].expand_as(state.hidden))
         state.root, state.length = span.root, span.start + span.count
 
-    def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: ParallelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         assert isinstance(state, BitaState)
-        shape = self.shaped(shape)
-        masks = self.head.masks[: shape.depth]
+        spec = self.shaped(spec)
+        masks = self.head.masks[: spec.depth]
         if is_host(state.known) and not bool(state.known.any()):
             bare = chain(state.root[:, None])
             return replace(bare, probes=Probes(masks, torch.zeros_like(bare.tokens)))
-        tree = super().propose(state, sampler, shape)
+        tree = super().propose(state, sampler, spec)
         known = tree.layout().depths <= state.known[:, None]
         tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
         hosts = (
-            static_hosts(shape.paths, self.hosts, known.device)
-            if shape.paths
-            else likeliest_ends(tree, self.hosts or shape.nodes)
+            static_hosts(spec.paths, self.hosts, known.device)
+            if spec.paths
+            else likeliest_ends(tree, self.hosts or spec.nodes)
         )
         return replace(tree, probes=Probes(masks, hosts))
 

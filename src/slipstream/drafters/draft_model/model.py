@@ -17,8 +17,8 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
-from slipstream.core.tree import Layout, Tree, chain
-from slipstream.core.tree_spec import DEEPEST, Shape
+from slipstream.core.tree import TreeLayout, Tree, chain
+from slipstream.core.tree_spec import DEEPEST, TreeSpec
 from slipstream.drafters.proposer import Draft, Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.provenance import suggested
@@ -83,7 +83,7 @@ class DraftModel(Proposer):
         self,
         model: Target,
         target: Target,
-        tree: str | Shape = "chain-5",
+        tree: str | TreeSpec = "chain-5",
         proposal: str = "top-k",
         vocab: Vocab | None = None,
         part: LayerSubset | None = None,
@@ -172,14 +172,14 @@ class DraftModel(Proposer):
         host = is_host(begins)
         if host and not bool(begins.any()):
             tokens = tokens[:, :-1]
-        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured step takes all logits: its shape is fixed
+        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured step takes all logits: its spec is fixed
         last = (count - 1).clamp(min=0)[:, None]
         logits = self.model(chain(tokens), state.cache, rows=last if alone else None).logits
         state.cache.follow(span.cache, count, ahead=1)
         at_last = logits if alone else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
         state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.root
 
-    def propose(self, state: DraftModelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: DraftModelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         depths = state.root.new_zeros(0)
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
@@ -189,5 +189,5 @@ class DraftModel(Proposer):
             layout = Layout(depths[None], seen)
             return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
 
-        draft = Draft(self, self.shaped(shape), sampler)
+        draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, state.cache.lengths - 1, state.scores[:, None], step)

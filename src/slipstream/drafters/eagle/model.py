@@ -14,7 +14,7 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, HeadDrafter, check_one_tap, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, Positions, Rows, attend_cache
 from slipstream.drafters.proposer import Draft
@@ -116,7 +116,7 @@ class RecursiveDrafter(HeadDrafter):
         state.cache.follow(span.cache, span.count)
         state.hidden, state.root, state.length = span.last(hidden), span.root, span.start + span.count
 
-    def propose(self, state: RecursiveState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: RecursiveState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         hidden, above = state.hidden[:, None], state.root[:, None]
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
@@ -131,7 +131,7 @@ class RecursiveDrafter(HeadDrafter):
             hidden = self.read(read, parents, positions, attends=attends, more=(False,))
             return self.scores(hidden)
 
-        draft = Draft(self, self.shaped(shape), sampler)
+        draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, state.length, self.scores(hidden), step)
 
     def _read(

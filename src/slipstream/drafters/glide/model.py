@@ -17,7 +17,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
 from slipstream.drafters.layers import (
     MLP,
@@ -226,7 +226,7 @@ class Glide(HeadDrafter):
         self.read(span.tokens[:, :1], positions, attends=own, more=(glimpses,))
         state.cache.keep(None, new.long())
 
-    def propose(self, state: GlideState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: GlideState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
@@ -235,7 +235,7 @@ class Glide(HeadDrafter):
             positions = (at + level)[:, None].repeat(1, n)
             return self.scores(self.read(tokens, positions, attends=own, more=(glimpses,)))
 
-        draft = Draft(self, self.shaped(shape), sampler)
+        draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step)
 
     def _glimpses(self, seen: KVCache, count: Int[Tensor, " B"]) -> list[Glimpse | None]:
