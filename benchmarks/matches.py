@@ -20,9 +20,8 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.tree import PAD
 from slipstream.drafters import load_drafter
 from slipstream.drafters.hybrid import Hybrid
-from slipstream.drafters.ngram import NGram
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.suffix import Suffix
+from slipstream.drafters.suffix import NGram, Suffix
 from slipstream.engine.generate import generate
 from slipstream.engine.replay import rounds
 from slipstream.files import check_writable

@@ -1,6 +1,7 @@
 """Small training runs, of seconds."""
 
-from slipstream.training.recipe import Recipe, load_recipe, recipe_class
+from slipstream.drafters.recipe import Recipe
+from slipstream.training.recipe import load_recipe, recipe_class
 from slipstream.training.trainer import Trainer
 
 OWN_SIZES = (("head", "depth", 3), ("loss", "unroll", 2))

@@ -10,11 +10,11 @@ import pytest
 
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
+from slipstream.drafters.objective import Objective
+from slipstream.drafters.recipe import LayerHead, Recipe, StepsLoss
 from slipstream.interop.layouts import Layout
 from slipstream.methods import METHODS, Method, Methods, load_plugin, register
-from slipstream.training.objective import Objective
-from slipstream.training.recipe import Recipe, recipe_class
-from slipstream.training.recipes import LayerHead, StepsLoss
+from slipstream.training.recipe import recipe_class
 
 
 def test_reading_the_table_imports_no_torch():
@@ -56,13 +56,13 @@ def test_the_name_of_a_trained_method_stands_for_weights_that_ship():
     """A name without weights; `draft-model` with a model of the user's, taken for the one that ships."""
     trained = [method for method in METHODS.values() if method.drafter]
     assert all(method.ships and method.shipped == ["smollm2"] for method in trained)
-    assert not any(method.made(()) for method in trained)
-    assert METHODS["draft-model"].made({"model": "DIR"})
+    assert not any(method.makes(()) for method in trained)
+    assert METHODS["draft-model"].makes({"model": "DIR"})
     assert not METHODS["ngram"].ships
 
 
 def test_a_method_is_added_by_one_call(monkeypatch):
-    monkeypatch.setitem(METHODS, "short", Method("short", "…", make="slipstream.drafters.ngram:NGram"))
+    monkeypatch.setitem(METHODS, "short", Method("short", "…", make="slipstream.drafters.suffix:NGram"))
     assert load_drafter("short:depth=2").depth == 2
     with pytest.raises(ValueError, match="there is a method 'short' already: choose another name"):
         register(METHODS["short"])

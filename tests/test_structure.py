@@ -147,13 +147,16 @@ def test_keyword_arguments_of_public_functions_can_be_completed():
 
 
 def test_tests_stand_beside_what_they_test():
-    """tests/ROOM/test_x.py tests src/slipstream/ROOM/x.py; CONTRIBUTING names the tests of several files."""
+    """tests/ROOM/test_x.py tests src/slipstream/ROOM/x.py, or the package x; CONTRIBUTING names the tests of
+    several files."""
     contributing = (TESTS.parent / "CONTRIBUTING.md").read_text("utf-8")
     for path in TESTS.rglob("test_*.py"):
         name = path.relative_to(TESTS)
         source = ROOT / name.parent / f"{name.stem.removeprefix('test_')}.py"
         package = name.stem == f"test_{name.parent.name}"
-        assert source.exists() or package or f"`{name}`" in contributing, name
+        assert source.exists() or source.with_suffix("").is_dir() or package or f"`{name}`" in contributing, (
+            name
+        )
 
 
 def test_links_lead_to_files():

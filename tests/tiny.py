@@ -43,7 +43,7 @@ from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
-from slipstream.drafters.draft_model import DraftModel, Part
+from slipstream.drafters.draft_model import DraftModel, LayerSubset
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
@@ -52,9 +52,8 @@ from slipstream.drafters.heads import Head, block_taps, layer_sizes
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
-from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
-from slipstream.drafters.suffix import Suffix
+from slipstream.drafters.suffix import NGram, Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.engine.policy import Policy, TreeStatistics
 from slipstream.methods import METHODS
@@ -150,9 +149,9 @@ SAMPLED = {"temperature": 0.8, "seed": 3}
 ENDLESS: dict[str, tuple[int, ...]] = {"eos_token_ids": ()}
 
 
-def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+def noise(*spec: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Normal float64 numbers."""
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(*spec, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def kv_shape(target: HFTarget) -> tuple[int, int, int]:
@@ -251,7 +250,7 @@ def distilled(
 ) -> DraftModel:
     """Part of the target, as if it had been trained, over a draft vocabulary."""
     vocab = torch.arange(0, target.vocab, 2)
-    part = scrambled(Part(blocks, target, vocab))
+    part = scrambled(LayerSubset(blocks, target, vocab))
     return DraftModel(part.model, target, tree, proposal, vocab, part)
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from slipstream.core.target import Target as Target
     from slipstream.core.tree import PAD as PAD, Tree as Tree, chain as chain
     from slipstream.drafters import load_drafter as load_drafter
-    from slipstream.drafters.ngram import NGram as NGram
     from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
+    from slipstream.drafters.suffix import NGram as NGram
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
     from slipstream.engine.generate import (

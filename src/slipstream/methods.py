@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from slipstream.files import first_line
 
@@ -53,7 +54,7 @@ class Method:
         """Whether its weights may ship: its name alone stands for them."""
         return self.make is None or self.needs is not None
 
-    def made(self, options: Collection[str]) -> bool:
+    def makes(self, options: Collection[str]) -> bool:
         """Whether `make` makes the drafter of a spec with these options."""
         return self.make is not None and (self.needs is None or self.needs in options)
 
@@ -63,91 +64,48 @@ class Method:
         return sorted(home.parts[-3] for home in SHIPPED.glob(f"*/{self.name}/config.json"))
 
 
-def _head(
-    name: str,
-    prefix: str,
-    help: str,
-    layouts: dict[str, str] | None = None,
-    room: str = "objectives",
-) -> Method:
-    """A trained drafter. Its classes' names begin with `prefix`, and `room` is its objective's module."""
-    return Method(
-        name,
-        help,
-        drafter=f"slipstream.drafters.{name}:{prefix}",
-        objective=f"slipstream.training.{room}:{prefix}Objective",
-        recipe=f"slipstream.training.recipes:{prefix}Recipe",
-        layouts={layout: f"slipstream.interop.{home}" for layout, home in (layouts or {}).items()},
-        tunes=True,
-    )
+def _method(name: str, help: str, make: str | None = None, **parts: Any) -> Method:
+    """A method of our own, whose `make` is in the room of drafters."""
+    return Method(name, help, make and f"slipstream.drafters.{make}", **parts)
 
+
+def _trained(name: str, help: str, prefix: str, make: str | None = None, **parts: Any) -> Method:
+    """A trained method. It has a folder, and its classes' names begin with `prefix`."""
+    home = f"slipstream.drafters.{name.replace('-', '_')}"
+    parts["layouts"] = {key: f"slipstream.interop.{path}" for key, path in parts.get("layouts", {}).items()}
+    drafter, trains = f"{home}.model:{prefix}", f"{home}.objective:{prefix}"
+    own = {"drafter": drafter, "objective": f"{trains}Objective", "recipe": f"{trains}Recipe"}
+    return _method(name, help, make, **own, **parts, tunes=True)
+
+
+_EAGLE = {"eagle": "layouts:EagleLayout", "eagle-sglang": "layouts:SGLangEagleLayout"}
+_EAGLE3 = {"eagle3": "layouts:Eagle3Layout", "speculators": "layouts:SpeculatorsLayout"}
+_FASTEAGLE = {"fasteagle-vllm": "layouts:FastEagleLayout"}
+_MEDUSA = {"medusa": "layouts:MedusaLayout", "medusa-vllm": "layouts:VLLMMedusaLayout"}
+_AUTO = "whatever is quickest here, round by round: auto:head=DIR"
+_SELF = "fewer of the target's blocks: self-speculative:skip=10-14"
 
 TABLE = (
-    Method(
-        "auto",
-        "whatever is quickest here, round by round: auto:head=DIR",
-        make="slipstream.drafters.auto:Auto.named",
-        tunes=True,
-    ),
-    Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
-    Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
-    Method(
-        "suffix",
-        "a tree of all that followed the same words before",
-        make="slipstream.drafters.suffix:Suffix",
-    ),
-    Method(
-        "lookahead",
-        "n-grams that the target's own passes make",
-        make="slipstream.drafters.lookahead:Lookahead",
-    ),
-    Method(
-        "hybrid",
-        "a head and matches in one tree: hybrid:head=fasteagle",
-        make="slipstream.drafters.hybrid:Hybrid.named",
-    ),
-    _head(
-        "eagle",
-        "Eagle",
-        "guesses the target's next state",
-        {"eagle": "layouts:EagleLayout", "eagle-sglang": "layouts:SGLangEagleLayout"},
-    ),
-    _head(
-        "eagle3",
-        "Eagle3",
-        "guesses from three target states",
-        {"eagle3": "layouts:Eagle3Layout", "speculators": "layouts:SpeculatorsLayout"},
-    ),
-    _head(
-        "fasteagle",
-        "FastEagle",
-        "guesses several states in one pass",
-        {"fasteagle-vllm": "layouts:FastEagleLayout"},
-    ),
-    _head(
-        "medusa",
-        "Medusa",
-        "a small head for each token ahead",
-        {"medusa": "layouts:MedusaLayout", "medusa-vllm": "layouts:VLLMMedusaLayout"},
-    ),
-    _head("bita", "Bita", "mask tokens in the target's own passes", room="bita"),
-    _head("glide", "Glide", "a decoder over the target's cache"),
-    Method(
+    _method("auto", _AUTO, "auto:Auto.named", tunes=True),
+    _method("vanilla", "none: plain decoding", "vanilla:Vanilla"),
+    _method("ngram", "repeats what followed the same words before", "suffix:NGram"),
+    _method("suffix", "a tree of all that followed the same words before", "suffix:Suffix"),
+    _method("lookahead", "n-grams that the target's own passes make", "lookahead:Lookahead"),
+    _method("hybrid", "a head and matches in one tree: hybrid:head=fasteagle", "hybrid:Hybrid.named"),
+    _trained("eagle", "guesses the target's next state", "Eagle", layouts=_EAGLE),
+    _trained("eagle3", "guesses from three target states", "Eagle3", layouts=_EAGLE3),
+    _trained("fasteagle", "guesses several states in one pass", "FastEagle", layouts=_FASTEAGLE),
+    _trained("medusa", "a small head for each token ahead", "Medusa", layouts=_MEDUSA),
+    _trained("bita", "mask tokens in the target's own passes", "Bita"),
+    _trained("glide", "a decoder over the target's cache", "Glide"),
+    _trained(
         "draft-model",
         "a smaller LM: draft-model:model=DIR",
-        make="slipstream.drafters.draft_model:DraftModel.named",
+        "DraftModel",
+        "draft_model.model:DraftModel.named",
         needs="model",
-        drafter="slipstream.drafters.draft_model:DraftModel",
-        objective="slipstream.training.objectives:DistillObjective",
-        recipe="slipstream.training.recipes:DraftModelRecipe",
-        tunes=True,
     ),
-    Method(
-        "self-speculative",
-        "fewer of the target's blocks: self-speculative:skip=10-14",
-        make="slipstream.drafters.draft_model:DraftModel.of_itself",
-        tunes=True,
-    ),
+    _method("self-speculative", _SELF, "draft_model.model:DraftModel.of_itself", tunes=True),
 )
 
 
@@ -203,13 +161,13 @@ def load_plugin(name: str) -> None:
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))
     try:
-        found = import_module(module)
+        loaded = import_module(module)
     except Exception as error:
         hint = "" if path else f": name an installed module, or a file, such as .{os.sep}{name}.py"
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         reason = "there is none" + hint if missing else f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"plugin {name!r} cannot be imported: {reason}") from error
-    if path and (other := getattr(found, "__file__", None)) != str(path):
+    if path and (other := getattr(loaded, "__file__", None)) != str(path):
         raise ValueError(
             f"plugin {name!r} cannot be imported: the module {module!r} is {other}: rename the file"
         )

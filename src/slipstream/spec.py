@@ -17,13 +17,13 @@ class Spec:
     options: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, given: Named) -> "Spec":
+    def parse(cls, spec: Named) -> "Spec":
         """Read "name:key=value,key=value". A comma that no `key=` follows belongs to the value before it, so
         that `tree=[[0],[1],[0,0]]` and `skip=10,11` are one option each. Raises ValueError for an empty name
         and an option without `key=`."""
-        if isinstance(given, Spec):
-            return given
-        text = name_of(given, "a drafter")
+        if isinstance(spec, Spec):
+            return spec
+        text = name_of(spec, "a drafter")
         name, _, tail = text.partition(":")
         options, last = dict[str, str](), ""
         for part in tail.split(",") if tail else ():

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.cli import serving
 from slipstream.core.grammar import GrammarLimits
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.suffix import NGram
 from slipstream.serve.app import Limits, Server
 
 

@@ -12,8 +12,8 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.tree_spec import PLAIN
 from slipstream.drafters import auto as auto_module, load_drafter
 from slipstream.drafters.auto import Auto
-from slipstream.drafters.ngram import TextState
 from slipstream.drafters.store import save_drafter
+from slipstream.drafters.suffix import TextState
 from slipstream.engine.generate import generate
 from slipstream.engine.session import Session
 

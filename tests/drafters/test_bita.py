@@ -8,12 +8,12 @@ import torch
 
 import tiny
 from slipstream.core.tree import PAD, Tree
-from slipstream.drafters.bita import Bita, likeliest_ends, static_hosts
+from slipstream.drafters.bita import objective as bita
+from slipstream.drafters.bita.model import Bita, likeliest_ends, static_hosts
+from slipstream.drafters.bita.objective import BitaRecipe
+from slipstream.drafters.objective import Batch
 from slipstream.engine.generate import generate
-from slipstream.training import bita
 from slipstream.training.data import Example
-from slipstream.training.objective import Batch
-from slipstream.training.recipes import BitaRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
 

@@ -10,7 +10,7 @@ import torch
 import tiny
 from slipstream import generate
 from slipstream.drafters import drafter_cache as kept
-from slipstream.drafters.drafter_cache import KEPT, kept_drafter
+from slipstream.drafters.drafter_cache import LIMIT, cached_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.targets import HFTarget
 
@@ -40,11 +40,11 @@ def save(target, directory):
 def test_it_is_read_once_for_all_calls_of_a_kind(saved, spec):
     target, home = saved
     name = spec.format(home)
-    first = kept_drafter(name, target)
-    assert kept_drafter(name, target) is first
-    assert kept_drafter(name, target, 1.0) is not first, "tune may have found another tree for T > 0"
-    assert kept_drafter(name, target, 0.0, 4) is not first
-    assert kept_drafter(name, fresh()) is not first
+    first = cached_drafter(name, target)
+    assert cached_drafter(name, target) is first
+    assert cached_drafter(name, target, 1.0) is not first, "tune may have found another tree for T > 0"
+    assert cached_drafter(name, target, 0.0, 4) is not first
+    assert cached_drafter(name, fresh()) is not first
 
 
 @pytest.mark.parametrize("spec", ["{}", "hybrid:head={}", "auto:head={}"])
@@ -52,16 +52,16 @@ def test_it_is_read_once_for_all_calls_of_a_kind(saved, spec):
 def test_a_directory_that_was_written_again_is_read_again(saved, spec, file):
     """Old weights after `train`, old trees after `tune`."""
     target, home = saved
-    first = kept_drafter(spec.format(home), target)
+    first = cached_drafter(spec.format(home), target)
     if file == "tuned.json":
         (home / file).write_text("{}")
     else:
         beside = home / "beside"
         beside.write_bytes((home / file).read_bytes())
         beside.replace(home / file)  # as it is written: a file of the same size in the place of the old one
-    again = kept_drafter(spec.format(home), target)
+    again = cached_drafter(spec.format(home), target)
     assert again is not first
-    assert kept_drafter(spec.format(home), target) is again
+    assert cached_drafter(spec.format(home), target) is again
 
 
 @pytest.mark.parametrize(
@@ -74,21 +74,21 @@ def test_a_draft_model_is_loaded_once(saved, tmp_path, spec, other):
     tiny.reference("llama").save_pretrained(home)
     tiny.tokenizer().save_pretrained(home)
     name = spec.format(home)
-    first = kept_drafter(name, target)
-    assert kept_drafter(name, target) is first
-    assert kept_drafter(f"{name},{other}", target) is not first
+    first = cached_drafter(name, target)
+    assert cached_drafter(name, target) is first
+    assert cached_drafter(f"{name},{other}", target) is not first
     (home / "config.json").write_text((home / "config.json").read_text() + " ")
-    assert kept_drafter(name, target) is not first
+    assert cached_drafter(name, target) is not first
 
 
 def test_changed_weights_draft(saved):
     target, home = saved
-    before = kept_drafter(str(home), target).head.fc.weight.clone()
+    before = cached_drafter(str(home), target).head.fc.weight.clone()
     head = tiny.eagle(target, "chain-2")
     config, tensors = head.pack()
     doubled = {name: 2 * tensor for name, tensor in tensors.items()}
     save_drafter(home, head.method, target, config, doubled, {})
-    torch.testing.assert_close(kept_drafter(str(home), target).head.fc.weight, 2 * before)
+    torch.testing.assert_close(cached_drafter(str(home), target).head.fc.weight, 2 * before)
 
 
 def test_answers_are_the_same(saved, monkeypatch):
@@ -103,7 +103,7 @@ def test_answers_are_the_same(saved, monkeypatch):
 def test_no_target_is_kept_alive(saved):
     _, home = saved
     target = fresh()
-    drafter, gone = weakref.ref(kept_drafter(str(home), target)), weakref.ref(target)
+    drafter, gone = weakref.ref(cached_drafter(str(home), target)), weakref.ref(target)
     del target
     gc.collect()
     assert gone() is None
@@ -112,7 +112,7 @@ def test_no_target_is_kept_alive(saved):
 
 def test_a_released_target_keeps_no_drafter(saved):
     target, home = saved
-    drafter = weakref.ref(kept_drafter(str(home), target))
+    drafter = weakref.ref(cached_drafter(str(home), target))
     target.release()
     gc.collect()
     assert drafter() is None
@@ -120,17 +120,17 @@ def test_a_released_target_keeps_no_drafter(saved):
 
 def test_few_are_kept(saved):
     target, home = saved
-    for depth in range(1, 3 * KEPT):
-        kept_drafter(f"{home}:tree=chain-{depth}", target)
-    assert len(target.drafters) == KEPT
+    for depth in range(1, 3 * LIMIT):
+        cached_drafter(f"{home}:tree=chain-{depth}", target)
+    assert len(target.drafters) == LIMIT
 
 
 def test_what_remembers_answers_is_made_for_each_call(saved):
     target, home = saved
     name = f"hybrid:head={home},remember=1"
-    assert kept_drafter(name, target) is not kept_drafter(name, target)
+    assert cached_drafter(name, target) is not cached_drafter(name, target)
 
 
 def test_a_name_that_is_none_is_refused_as_ever(saved):
     with pytest.raises(ValueError, match="Unknown drafter: 'nonsense'"):
-        kept_drafter("nonsense", saved[0])
+        cached_drafter("nonsense", saved[0])

@@ -11,13 +11,12 @@ from transformers import CohereConfig, LlamaConfig
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
-from slipstream.drafters.glide import CrossAttention, Glide, apart, rotates_pairs
+from slipstream.drafters.glide.model import CrossAttention, Glide, rotates_pairs, split_kv
+from slipstream.drafters.glide.objective import GlideObjective, GlideRecipe
 from slipstream.drafters.layers import Rope, attend_cache
 from slipstream.engine.generate import generate
 from slipstream.targets import HFTarget
 from slipstream.targets.support import rope
-from slipstream.training.objectives import GlideObjective
-from slipstream.training.recipes import GlideRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
 ROTARY = [family for family in tiny.FAMILIES if family not in ("gpt2", "opt")]
@@ -35,7 +34,7 @@ def naive(drafter: Glide, target, text: list[int], path: list[int]) -> torch.Ten
     # a token that was read again sees what came before it, and the first one itself
     seen = (torch.arange(m) < at.clamp(min=1)[:, None])[None, None]
     glimpses = [
-        (*apart(part, head.config.target_head_dim), seen)
+        (*split_kv(part, head.config.target_head_dim), seen)
         for part in out.features.chunk(len(drafter.taps), -1)
     ]
     embed = target.embed if head.embed_tokens is None else head.embed_tokens
@@ -197,15 +196,14 @@ def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
     queries by."""
     target = tiny.target("llama")
     d, kv, wide = 24, 2, 8  # the target's keys: 2 heads of 8
-    shapes = {"model.embed_tokens": (64, d), "model.norm": (d,), "lm_head": (64, d)}
+    specs = {"model.embed_tokens": (64, d), "model.norm": (d,), "lm_head": (64, d)}
     of = "model.layers.0."
-    shapes |= {f"{of}{name}_layernorm": (d,) for name in ("input", "post_attention")}
-    shapes |= {f"{of}self_attn.{name}_proj": (d, d) for name in "qkvo"}
-    shapes |= {f"{of}cross_attn.q_proj": (4 * wide, d), f"{of}cross_attn.o_proj": (d, 4 * wide)}
-    shapes |= {f"{of}mlp.{name}_proj": (40, d) for name in ("gate", "up")} | {f"{of}mlp.down_proj": (d, 40)}
+    specs |= {f"{of}{name}_layernorm": (d,) for name in ("input", "post_attention")}
+    specs |= {f"{of}self_attn.{name}_proj": (d, d) for name in "qkvo"}
+    specs |= {f"{of}cross_attn.q_proj": (4 * wide, d), f"{of}cross_attn.o_proj": (d, 4 * wide)}
+    specs |= {f"{of}mlp.{name}_proj": (40, d) for name in ("gate", "up")} | {f"{of}mlp.down_proj": (d, 40)}
     tensors = {
-        f"{name}.weight": tiny.noise(*shape, scale=0.5, seed=i)
-        for i, (name, shape) in enumerate(shapes.items())
+        f"{name}.weight": tiny.noise(*spec, scale=0.5, seed=i) for i, (name, spec) in enumerate(specs.items())
     }
     frequencies = [10000.0 ** (-i / (wide // 2)) for i in range(wide // 2)]
     sizes = {
@@ -221,7 +219,7 @@ def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
     about = {"heads": 3, "width": 8, "large_heads": 4, "large_width": wide, "eps": 1e-6}
     checked = 0
     for text, path, [kid] in tiny.drafted(PROMPTS[0] + answer.tokens, len(PROMPTS[0]), trace):
-        cached = apart(target.features([text[:-1]], drafter.taps), wide)
+        cached = split_kv(target.features([text[:-1]], drafter.taps), wide)
         logits = published(about, tensors, text, path, [part[0].detach() for part in cached])
         assert kid == int(logits.argmax())
         torch.testing.assert_close(
@@ -256,7 +254,7 @@ def test_queries_are_turned_as_the_targets_keys_are(family):
         **{"target_head_dim": D, "target_rope": [target.rope(0)], "target_pairs": pairs},
     )
     attention, q = CrossAttention(config, 0), tiny.noise(1, 1, 1, D)
-    key, _ = apart(target.features([[7] * 40], ("cache of block 0",))[0][None], D)
+    key, _ = split_kv(target.features([[7] * 40], ("cache of block 0",))[0][None], D)
     scores = [
         (attention.rotated(q, torch.tensor([[at]]))[0, 0, 0] * key[0, 0, at - 5]).sum() for at in (20, 30, 39)
     ]

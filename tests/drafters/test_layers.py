@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.core.kv_cache import KVCache
+from slipstream.drafters.eagle.objective import Unrolled
 from slipstream.drafters.layers import (
     SCALED,
     CacheAttend,
@@ -25,7 +26,6 @@ from slipstream.kernels.ops import available
 from slipstream.kernels.training_attention import ROWS
 from slipstream.kernels.weight_packing import EIGHT
 from slipstream.targets.linear import own_products
-from slipstream.training.objectives import Unrolled
 
 NUMBERS = {"factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

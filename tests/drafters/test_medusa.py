@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import tiny
+from slipstream.drafters.medusa.objective import MedusaObjective, MedusaRecipe
+from slipstream.drafters.objective import Batch
 from slipstream.engine.generate import generate
 from slipstream.training.data import Example
-from slipstream.training.objective import Batch
-from slipstream.training.objectives import MedusaObjective
-from slipstream.training.recipes import MedusaRecipe
 
 
 def laws(drafter, state):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.suffix import NGram
 from slipstream.engine.answer import mean_accepted_length
 from slipstream.engine.generate import generate
 from slipstream.engine.replay import decoded, predict, record

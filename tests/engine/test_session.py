@@ -26,7 +26,7 @@ SAMPLING = [
 ROWS = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
 KINDS = {"T=0": [Sampling()] * len(PROMPTS), "T=1": [SAMPLING[1]] * len(PROMPTS), "mixed": ROWS}
 FAMILY = "qwen2"  # sliding windows shorter than the prompts
-pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
+pytestmark = pytest.mark.usefixtures("unchecked")  # specs and types are checked by the exactness suite
 
 
 @cache

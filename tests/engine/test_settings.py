@@ -15,7 +15,7 @@ from transformers import (
 
 import tiny
 from slipstream.core.sampling import Sampler
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.suffix import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.engine.generate import generate
 from slipstream.engine.settings import Settings

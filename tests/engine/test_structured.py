@@ -14,7 +14,7 @@ from slipstream.core.grammar import DeadEnd
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.verify import multi_round
 from slipstream.drafters.lookahead import Lookahead
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.suffix import NGram
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.answer import Answer
 from slipstream.engine.audit import audit

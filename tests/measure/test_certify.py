@@ -11,7 +11,7 @@ from rich.console import Console
 import tiny
 from slipstream.core import verify
 from slipstream.core.tree import PAD, chain
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.suffix import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.measure import runner as running
 from slipstream.measure.bench import HF, Runner, bench

@@ -18,7 +18,7 @@ from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.span import Output
 from slipstream.core.tree import Probes, Tree, chain
 from slipstream.drafters import load_drafter
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.suffix import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.answer import Answer

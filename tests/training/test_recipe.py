@@ -255,7 +255,7 @@ def test_fasteagle_weighs_deep_layers_more():
     """FastEagle §2.3: w_i = 0.9^{N−i}. The reverse was the default, on one seed."""
     recipe = recipe_class("fasteagle", "")()
     N = recipe.head.depth
-    weights = [recipe.loss.weight(j) / recipe.loss.weight(N - 1) for j in range(N)]
+    weights = [recipe.loss.decay**j / recipe.loss.decay ** (N - 1) for j in range(N)]
     assert weights == pytest.approx([0.9 ** (N - i) for i in range(1, N + 1)])
 
 

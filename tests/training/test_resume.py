@@ -14,10 +14,11 @@ import slipstream
 import tiny
 from runs import recipe, train
 from slipstream.drafters import load_drafter
+from slipstream.drafters.recipe import Recipe
 from slipstream.drafters.store import save_drafter
 from slipstream.interop.public import import_checkpoint
 from slipstream.targets import HFTarget
-from slipstream.training.recipe import Recipe, load_recipe
+from slipstream.training.recipe import load_recipe
 from slipstream.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("home")

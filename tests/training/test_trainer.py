@@ -89,15 +89,15 @@ def test_the_drafter_that_is_kept_is_the_one_that_was_judged(chat, data, tmp_pat
     settings = settings.model_copy(update={"head": settings.head.model_copy(update={"storage": "int8"})})
     trainer = Trainer(bf16, settings, str(tmp_path / "run"))
     trainer.prepare()
-    judge, best = trainer.objective.judge, [(0.0, {})]
+    judge, best = trainer.judge, [(0.0, {})]
 
-    def noted(drafter, recorded):
-        prediction = judge(drafter, recorded)
+    def noted(drafter):
+        prediction = judge(drafter)
         if prediction.tau > best[-1][0]:
             best.append((prediction.tau, drafter.pack()[1]))
         return prediction
 
-    trainer.objective.judge = noted
+    trainer.judge = noted
     trainer.run()
     kept = load_drafter(str(tmp_path / "run"), bf16).pack()[1]
     assert kept.keys() == best[-1][1].keys()
@@ -113,7 +113,7 @@ def test_predicted_tau_is_decoded_tau(chat, data, tmp_path, method):
     trainer.prepare()
     trainer.run()
     drafter = trainer.objective.drafter(settings.head.tree, torch.float64)
-    predicted = trainer.objective.judge(drafter, trainer.recorded)
+    predicted = trainer.judge(drafter)
     prompts = [e.prompt for e in trainer._held_out]
     answers = generate(chat, prompts, drafter, max_new_tokens=16, temperature=0.0)
     rounds = [r for answer in answers for r in answer.rounds]

@@ -1,4 +1,4 @@
-"""Drafters: one file and one final class each. `load_drafter` makes them by name or directory."""
+"""Drafters: a file or a folder each. `load_drafter` makes them by name or directory."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ from slipstream.core.tree_spec import LARGEST, ROWS, shortened
 from slipstream.directories import check_drafter
 from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
-from slipstream.methods import METHODS
+from slipstream.methods import METHODS, Method
 from slipstream.spec import Named, Spec
 
 BUILT = ("head", "model", "target", "vocab", "part")  # a trained drafter's arguments that are not options
@@ -38,7 +38,19 @@ def load_drafter(
             large.
     """
     spec = Spec.parse(spec)
-    drafter = _load(spec, target, temperature, texts)
+    check_drafter(spec)
+    method = METHODS.get(spec.name)
+    if method is not None and method.makes(spec.options):
+        drafter = _make(method, spec, target, temperature, texts)
+    else:
+        target = _needed(target, spec.name)
+        home, source = find_drafter(spec.name, target), f"drafter directory {spec.name}"
+        config, tensors = read_drafter(home, target)
+        with understood(source):
+            cls = drafter_class(config.get("method"), source)
+            tuned = read_tuned(home, target.place, temperature, texts)
+            options = _checked(cls, _with_defaults(spec, cls, temperature, tuned), BUILT)
+            drafter = cls.load(config, tensors, target, **options)
     if drafter.rows > ROWS:
         raise ValueError(
             f"drafter {shortened(str(spec))!r} costs target passes over {drafter.rows:,} rows; at most are "
@@ -47,37 +59,25 @@ def load_drafter(
     return drafter
 
 
-def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
-    check_drafter(spec)
-    name, method = spec.name, METHODS.get(spec.name)
-    if method is not None and method.made(spec.options):
-        make: Callable[..., Drafter] = resolve_name(str(method.make))
-        takes = signature(make).parameters
-        known = {"temperature": temperature, "texts": texts}
-        filled: dict[str, Any] = {name: value for name, value in known.items() if name in takes}
-        if "target" in takes:
-            filled["target"] = target = _needed(target, name)
-        if method.tunes and target is not None:
-            spec = _tuned(spec, tuned_home(spec, target), target.place, temperature, texts)
-        spec = _looking(spec, takes, temperature)
-        return make(**filled, **_checked(make, spec, filled))
-    target = _needed(target, name)
-    home = find_drafter(name, target)
-    config, tensors = read_drafter(home, target)
-    source = f"drafter directory {name}"
-    with understood(source):
-        cls = drafter_class(config.get("method"), source)
-        spec = _tuned(spec, home, target.place, temperature, texts)
-        spec = _looking(spec, signature(cls).parameters, temperature)
-        drafter: Drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
-    return drafter
+def _make(method: Method, spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
+    """A drafter without a directory of its own."""
+    make: Callable[..., Drafter] = resolve_name(str(method.make))
+    parameters = signature(make).parameters
+    if "target" in parameters:
+        target = _needed(target, spec.name)
+    arguments = {"target": target, "temperature": temperature, "texts": texts}
+    arguments = {name: value for name, value in arguments.items() if name in parameters}
+    tuned = dict[str, str]()
+    if method.tunes and target is not None:
+        tuned = read_tuned(tuned_home(spec, target), target.place, temperature, texts)
+    return make(**arguments, **_checked(make, _with_defaults(spec, make, temperature, tuned), arguments))
 
 
 def tuned_home(spec: Named, target: Target) -> Path:
     """The directory for what `tune` finds: beside a drafter's weights, or in the user's cache if it has none.
     The spec's tree and proposal do not matter."""
     spec = Spec.parse(spec)
-    if spec.name not in METHODS or not METHODS[spec.name].made(spec.options):
+    if spec.name not in METHODS or not METHODS[spec.name].makes(spec.options):
         return find_drafter(spec.name, target)
     called = f"{spec.name}_{spec.replace(tree=None, proposal=None).tail}"
     name = re.sub(r"[^\w.-]+", "_", called)
@@ -86,25 +86,21 @@ def tuned_home(spec: Named, target: Target) -> Path:
     return cache_home() / "tuned" / target.fingerprint / name
 
 
-def _tuned(spec: Spec, home: Path, place: str, temperature: float, texts: int) -> Spec:
-    """The spec with the options that `tune` chose here. A tree or a proposal in the spec replaces both."""
-    tuned = read_tuned(home, place, temperature, texts)
+def _with_defaults(
+    spec: Spec, make: Callable[..., Drafter], temperature: float, tuned: dict[str, str]
+) -> Spec:
+    """The spec with the options that `tune` chose here; a tree or a proposal in the spec replaces both. At
+    T > 0 it proposes by the target's noise unless it says otherwise: that accepts more than top-k, and unlike
+    sampled children it keeps same seed, same text (docs/eagle.md)."""
     if not spec.options.keys().isdisjoint(("tree", "proposal")):
         tuned = {key: value for key, value in tuned.items() if key == "skip"}
-    return Spec(spec.name, tuned | spec.options)
-
-
-def _looking(spec: Spec, takes: Collection[str], temperature: float) -> Spec:
-    """The spec, which at T > 0 proposes by the target's noise unless it says otherwise: that accepts more
-    than top-k, and unlike sampled children it keeps same seed, same text (docs/eagle.md)."""
-    if not temperature or "proposal" not in takes:
-        return spec
-    return Spec(spec.name, {"proposal": "noise"} | spec.options)
+    noise = {"proposal": "noise"} if temperature and "proposal" in signature(make).parameters else {}
+    return Spec(spec.name, noise | tuned | spec.options)
 
 
 def drafter_class(method: Any, source: str) -> Any:
     """The class of a trained method. Raises ValueError."""
-    known = {name: each.drafter for name, each in METHODS.items() if each.drafter is not None}
+    known = {name: entry.drafter for name, entry in METHODS.items() if entry.drafter is not None}
     if not isinstance(method, str) or method not in known:
         raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(known)}")
     return resolve_name(known[method])
@@ -125,14 +121,13 @@ def _checked(make: Callable[..., Drafter], spec: Spec, without: Collection[str])
             raise ValueError(
                 f"drafter {str(spec)!r} has no option {key!r}. Available: {', '.join(known) or 'none'}"
             )
-        number = known[key].annotation in (int, int | None)
-        if number and not (value.isdecimal() and len(value) <= 4 and int(value) <= LARGEST):
+        is_number = known[key].annotation in (int, int | None)
+        if is_number and not (value.isdecimal() and len(value) <= 4 and int(value) <= LARGEST):
             raise ValueError(
                 f"drafter {str(spec)!r}: {key} is {value!r}; it must be a whole number up to {LARGEST}"
             )
-        options[key] = int(value) if number else value
-    if missing := [name for name, p in known.items() if p.default is p.empty and name not in options]:
-        raise ValueError(
-            f"drafter {str(spec)!r} needs {missing[0]}: write {spec.replace(**{missing[0]: '…'})}"
-        )
+        options[key] = int(value) if is_number else value
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise ValueError(f"drafter {str(spec)!r} needs {name}: write {spec.replace(**{name: '…'})}")
     return options

@@ -1,4 +1,4 @@
-"""Drafters that are named again and again, read and packed once."""
+"""Drafters that are named again and again are read and packed once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,31 +13,29 @@ from slipstream.drafters.hybrid import HEAD
 from slipstream.drafters.store import find_drafter, tuned_file
 from slipstream.spec import Named, Spec
 
-KEPT = 4  # drafters of a target, at most
-READ = ("config.json", "model.safetensors", "model.safetensors.index.json")
+LIMIT = 4  # drafters of a target
+FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 HEADS = {"auto": shipped, "hybrid": lambda target: HEAD}  # the head where none is named
 
 
-def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: int = 1) -> Drafter:
+def cached_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: int = 1) -> Drafter:
     """`load_drafter`, which raises as it does. A trained drafter is kept with its target, and read again once
-    its files have changed. Others must not change it.
-
-    A drafter that remembers answers is made anew: what it remembers is that call's own.
-    """
+    its files have changed; callers must not change it. One that remembers answers is made anew: what it
+    remembers is that call's own."""
     spec = Spec.parse(spec)
     homes = _homes(spec, target)
     if not homes or "remember" in spec.options:
         return load_drafter(spec, target, temperature, texts)
     # The target holds its drafters, which hold the target: a table of our own would keep both alive.
-    kept: dict[Any, tuple[Any, Drafter]] = vars(target).setdefault("drafters", {})
+    cache: dict[Any, tuple[Any, Drafter]] = vars(target).setdefault("drafters", {})
     key, stamp = (id(target), str(spec), temperature > 0, texts), _stamp(homes)
     with target.lock:
-        if key not in kept or kept[key][0] != stamp:
-            kept.pop(key, None)
-            for oldest in list(kept)[: max(0, len(kept) + 1 - KEPT)]:
-                del kept[oldest]
-            kept[key] = stamp, load_drafter(spec, target, temperature, texts)
-        return kept[key][1]
+        if key not in cache or cache[key][0] != stamp:
+            cache.pop(key, None)
+            for oldest in list(cache)[: max(0, len(cache) + 1 - LIMIT)]:
+                del cache[oldest]
+            cache[key] = stamp, load_drafter(spec, target, temperature, texts)
+        return cache[key][1]
 
 
 def home_of(spec: Spec, target: Target) -> Path | None:
@@ -64,6 +62,6 @@ def _homes(spec: Spec, target: Target) -> list[Path]:
 
 def _stamp(homes: Sequence[Path]) -> tuple[tuple[int, int, int] | None, ...]:
     """What changes when a file is written: its number, time and size."""
-    files = [*(home / name for home in homes for name in READ), *homes[:-1], tuned_file(homes[-1])]
+    files = [*(home / name for home in homes for name in FILES), *homes[:-1], tuned_file(homes[-1])]
     stats = [file.stat() if file.exists() else None for file in files]
     return tuple(stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)

@@ -1,4 +1,4 @@
-"""What trained heads share: their target's ends, a draft vocabulary, and their directory."""
+"""What trained heads share: their target's embedding and LM head, a draft vocabulary, their directory."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL, INPUT
@@ -14,12 +14,12 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
-from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.proposer import Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.kernels.compiled import compiled, freed
 
-NEAR = 256  # tokens before the root behind which heads draft nearly as well as behind all (docs/log.md)
-EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
+NEAR = 256  # tokens before the root: with so many a head drafts nearly as well as with all (docs/log.md)
+EMBEDDING = "embed_tokens.weight"  # public checkpoints hold a copy of the target's
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Head(nn.Module):
     config: Any  # of type `sizes`
 
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Fold factors of the inputs in training into the weights. By default there is nothing to fold: the
-        final state's factor is 1, and embeddings are not read."""
+        """Fold the scales of the inputs in training into the weights, so that plain inputs are read. By
+        default there is nothing to fold: the final state's scale is 1, and embeddings are not read."""
 
 
 class HeadDrafter(Proposer):
@@ -61,33 +61,33 @@ class HeadDrafter(Proposer):
 
     method: ClassVar[str]
     module: ClassVar[type[Head]]
-    blind: ClassVar[bool] = False  # it may read nothing of the target
+    taps_optional: ClassVar[bool] = False  # a head may read nothing of the target
     lm_head: nn.Module | None  # the target's, where the head has none of its own
 
     def __init__(
         self,
         head: Head,
         target: Target,
-        vocab: Int[Tensor, " Vd"] | None = None,
+        vocab: Vocab | None = None,
         tree: str | TreeSpec = "fig9",
         proposal: str = "top-k",
     ) -> None:
-        at, V = target.device, target.vocab
-        self.head: Any = head.to(at, target.dtype).requires_grad_(False)
+        device, V = target.device, target.vocab
+        self.head: Any = head.to(device, target.dtype).requires_grad_(False)
         self.target, self.taps = target, head.config.taps
         target.lend_products(self.head)
-        ids = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
+        ids = torch.arange(V, device=device) if vocab is None else vocab.to(device).long()
         super().__init__(ids, V, tree, proposal)
-        if (said := getattr(head.config, "draft_vocab_size", 0)) not in (0, len(ids)):
+        if (rows := getattr(head.config, "draft_vocab_size", 0)) not in (0, len(ids)):
             raise ValueError(
-                f"this {self.method} head's LM head has {said} tokens, and its draft vocabulary {len(ids)}"
+                f"this {self.method} head's LM head has {rows} tokens, and its draft vocabulary {len(ids)}"
             )
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         # On a CPU a layer is one call, and what stands around it is little.
-        self.compiles = target.compiles and at.type != "cpu"
+        self.compiles = target.compiles and device.type != "cpu"
         if self.compiles:
-            self._compiled_read = compiled(self._read, at)
-            self._compiled_logits = compiled(self.logits, at)
+            self._compiled_read = compiled(self._read, device)
+            self._compiled_logits = compiled(self.logits, device)
 
     def new_cache(self, layers: int, batch: int) -> KVCache:
         """Keys and values of the head's own layers."""
@@ -104,22 +104,19 @@ class HeadDrafter(Proposer):
         return cls(head, target, vocab, **{"tree": tree, **options})
 
     @classmethod
-    def unpack(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[Any, Int[Tensor, " Vd"] | None, str]:
+    def unpack(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any, Vocab | None, str]:
         """Head, draft vocabulary and tree, from what `pack` gave, in the precision of the tensors. Raises
         ValueError for tensors that do not fit."""
-        tensors = dict(tensors)
+        tensors, file = dict(tensors), f"config.json of this {cls.method} head"
         try:
             sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
+            if not (sizes.taps or cls.taps_optional):
+                raise ValueError("taps is []")
         except (KeyError, TypeError) as error:
-            raise ValueError(f"config.json of this {cls.method} head is not complete: {error}") from error
+            raise ValueError(f"{file} is not complete: {error}") from error
         except ValueError as error:
-            raise ValueError(f"config.json of this {cls.method} head does not fit: {error}") from error
-        if not (sizes.taps or cls.blind):
-            raise ValueError(f"config.json of this {cls.method} head does not fit: taps is []")
-        vocab = tensors.pop(VOCAB, None)
-        head = cls.module(sizes)
+            raise ValueError(f"{file} does not fit: {error}") from error
+        vocab, head = tensors.pop(VOCAB, None), cls.module(sizes)
         if EMBEDDING not in head.state_dict():
             tensors.pop(EMBEDDING, None)  # kept for export only
         load_weights(head, tensors, f"this {cls.method} head")
@@ -139,23 +136,20 @@ class HeadDrafter(Proposer):
     ) -> Tensor:
         """`_read(*inputs, attends, *more)`, compiled where that pays. The pass that allocates a cache is not
         compiled."""
-        inside = (attends, *more) if attends else more
+        others = (attends, *more) if attends else more
         if not self.compiles or any(isinstance(attend.cache, KVCache) for attend in attends):
-            return self._read(*inputs, *inside)
-        return self._compiled_read(*map(freed, inputs), *inside)
+            return self._read(*inputs, *others)
+        return self._compiled_read(*map(freed, inputs), *others)
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
-        if self.lm_head is not None:
-            borrowed: Tensor = self.lm_head(hidden)
-            return borrowed
-        logits: Tensor = self.head.logits(hidden)
+        logits: Tensor = self.head.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
         """`logits`, compiled as `read` is, unless they are one product."""
-        one = self.lm_head is not None or not self.compiles
-        return self.logits(hidden) if one else self._compiled_logits(freed(hidden))
+        plain = self.lm_head is not None or not self.compiles
+        return self.logits(hidden) if plain else self._compiled_logits(freed(hidden))
 
 
 def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[str, Any]:
@@ -175,7 +169,7 @@ def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[st
 
 
 def rows_of(lm_head: nn.Module, like: Float[Tensor, "*n H"]) -> Float[Tensor, "Vd H"]:
-    """The rows of an LM head, by what it says of unit vectors, which are made on the device of `like`."""
+    """The rows of an LM head, from its logits of unit vectors on the device of `like`."""
     unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
     return (lm_head(unit) - lm_head(0 * unit[:1])).T
 

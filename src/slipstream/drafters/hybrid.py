@@ -31,7 +31,7 @@ class HybridState(State):
 
 @final
 class Hybrid(Drafter):
-    """The most probable nodes of the head's tree and of the tree of matches, by their scores. So a round has
+    """The most probable nodes of the head's tree and of the tree of matches, by their scores. So a step has
     as many rows as the head's tree alone.
 
     Raises ValueError for sampled candidates.
@@ -40,12 +40,8 @@ class Hybrid(Drafter):
     def __init__(self, head: Proposer, matches: Suffix) -> None:
         if head.law != "coupled":
             raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
-        self.head, self.matches, self.taps, self.uses_target_noise = (
-            head,
-            matches,
-            head.taps,
-            head.uses_target_noise,
-        )
+        self.head, self.matches = head, matches
+        self.taps, self.uses_target_noise = head.taps, head.uses_target_noise
         self.rows, self.depth = max(head.rows, matches.rows), max(head.depth, matches.depth)
         self.probes, self.memory, self.remembers = head.probes, head.memory, matches.remembers
 
@@ -112,68 +108,63 @@ def merged(tree: Tree, other: Tree) -> Tree:
     assert other.scores is not None
     if len(tree.tokens) == 1 and tree.probes is None and is_host(tree.tokens):
         return _merged_by_host(tree, other)
-    N, known = tree.nodes, _known(tree, other)
-    parents = other.parent_slots().expand_as(known)
-    own = known.gather(1, parents)  # of each parent
-    parents = torch.where(own >= 0, own, N - 1 + parents)[:, 1:]
+    N, same = tree.nodes, _same_nodes(tree, other)
+    above = other.parent_slots().expand_as(same)
+    parents = torch.where((own := same.gather(1, above)) >= 0, own, N - 1 + above)[:, 1:]
     parents = torch.cat([tree.parent_slots().expand_as(tree.tokens), parents], 1)
     tokens = torch.cat([tree.tokens, other.tokens[:, 1:]], 1)
-    both = tree.scores.scatter_reduce(1, known.clamp(min=0), other.scores, "amax")
-    scores = torch.cat([both, other.scores.masked_fill(known >= 0, -torch.inf)[:, 1:]], 1)
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values
-    tokens, parents, scores = (each.gather(1, kept) for each in (tokens, parents, scores))
-    nothing = scores == -torch.inf
-    parents = torch.searchsorted(kept, parents).masked_fill(nothing, 0)
+    both = tree.scores.scatter_reduce(1, same.clamp(min=0), other.scores, "amax")
+    scores = torch.cat([both, other.scores.masked_fill(same >= 0, -torch.inf)[:, 1:]], 1)
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values
+    tokens, parents, scores = (x.gather(1, chosen) for x in (tokens, parents, scores))
+    absent = scores == -torch.inf
+    parents = torch.searchsorted(chosen, parents).masked_fill(absent, 0)
     probes = tree.probes
     if probes is not None:
-        hosts = probes.hosts.expand(len(kept), -1)
-        slots = torch.searchsorted(kept, hosts.clamp(min=0)).clamp(max=N - 1)
-        probes = probes._replace(hosts=slots.where(kept.gather(1, slots) == hosts, PAD))
+        hosts = probes.hosts.expand(len(chosen), -1)
+        slots = torch.searchsorted(chosen, hosts.clamp(min=0)).clamp(max=N - 1)
+        probes = probes._replace(hosts=slots.where(chosen.gather(1, slots) == hosts, PAD))
     depth = max(tree.depth, other.depth)
-    return Tree(tokens.masked_fill(nothing, PAD), parents, depth, probes=probes, scores=scores)
+    return Tree(tokens.masked_fill(absent, PAD), parents, depth, probes=probes, scores=scores)
+
+
+def _same_nodes(tree: Tree, other: Tree) -> Int[Tensor, "B M"]:
+    """Of each node of `other`, the slot of the tree's node with the same path; −1 where there is none."""
+    tokens, parents = (x.expand_as(tree.tokens)[:, None] for x in (tree.tokens, tree.parent_slots()))
+    named = (tokens == other.tokens[..., None]) & (other.tokens >= 0)[..., None]
+    named[:, :, 0] = False  # no other node is the root
+    above = other.parent_slots().expand_as(other.tokens)
+    same = torch.full_like(other.tokens, -1)
+    same[:, 0] = 0
+    for _ in range(min(tree.depth, other.depth)):
+        alike = named & (parents == same.gather(1, above)[..., None])
+        same = alike.int().argmax(2).where(alike.any(2), -1)
+        same[:, 0] = 0
+    return same
 
 
 def _merged_by_host(tree: Tree, other: Tree) -> Tree:
     """`merged` of one text's trees, in lists: so many small tensors take the host five times as long."""
-    tokens, parents, scores, slots = list[int](), list[int](), list[float](), dict[tuple[int, int], int]()
-    for each in (tree, other):
-        assert each.scores is not None
-        (said,), (above,), (worth,) = each.tokens.tolist(), each.parent_slots().tolist(), each.scores.tolist()
-        at = list[int]()  # the place of each node among those of both
-        for node, (token, score) in enumerate(zip(said, worth, strict=True)):
-            parent = at[above[node]] if node else -1
-            place = slots.setdefault((parent, token if token >= 0 else -1 - len(tokens)), len(tokens))
-            if place < len(tokens):
-                scores[place] = max(scores[place], score)
-            else:
+    tokens, parents, scores, places = list[int](), list[int](), list[float](), dict[tuple[int, int], int]()
+    for part in (tree, other):
+        assert part.scores is not None
+        lines = (x[0].tolist() for x in (part.tokens, part.parent_slots(), part.scores))
+        of_slot = list[int]()  # the place of each node among those of both
+        for token, parent, score in zip(*lines, strict=True):
+            above = of_slot[parent] if of_slot else -1
+            place = places.setdefault((above, token if token >= 0 else -1 - len(tokens)), len(tokens))
+            if place == len(tokens):
                 tokens.append(token)
-                parents.append(parent)
+                parents.append(above)
                 scores.append(score)
-            at.append(place)
-    kept = sorted(sorted(range(len(tokens)), key=lambda place: -scores[place])[: tree.nodes])
-    moved = {place: slot for slot, place in enumerate(kept)}
-    nothing = {place for place in kept if scores[place] == -inf}
-    device = tree.tokens.device
-    return Tree(
-        torch.tensor([[PAD if place in nothing else tokens[place] for place in kept]], device=device),
-        torch.tensor(
-            [[0 if place in nothing else moved.get(parents[place], 0) for place in kept]], device=device
-        ),
-        max(tree.depth, other.depth),
-        scores=torch.tensor([[scores[place] for place in kept]], device=device),
-    )
-
-
-def _known(tree: Tree, other: Tree) -> Int[Tensor, "B M"]:
-    """Of each node of `other`, the slot of the tree's node that says the same; −1 where there is none."""
-    tokens, parents = (each.expand_as(tree.tokens)[:, None] for each in (tree.tokens, tree.parent_slots()))
-    named = (tokens == other.tokens[..., None]) & (other.tokens >= 0)[..., None]
-    named[:, :, 0] = False  # the root says what it says as the root alone
-    above = other.parent_slots().expand_as(other.tokens)
-    known = torch.full_like(other.tokens, -1)
-    known[:, 0] = 0
-    for _ in range(min(tree.depth, other.depth)):
-        alike = named & (parents == known.gather(1, above)[..., None])
-        known = alike.int().argmax(2).where(alike.any(2), -1)
-        known[:, 0] = 0
-    return known
+            scores[place] = max(scores[place], score)
+            of_slot.append(place)
+    chosen = sorted(sorted(range(len(tokens)), key=lambda place: -scores[place])[: tree.nodes])
+    slots, device = {place: slot for slot, place in enumerate(chosen)}, tree.tokens.device
+    nodes = [
+        (PAD, 0) if scores[place] == -inf else (tokens[place], slots.get(parents[place], 0))
+        for place in chosen
+    ]
+    chosen_tokens, chosen_parents = (torch.tensor([line], device=device) for line in zip(*nodes, strict=True))
+    chosen_scores = torch.tensor([[scores[place] for place in chosen]], device=device)
+    return Tree(chosen_tokens, chosen_parents, max(tree.depth, other.depth), scores=chosen_scores)

@@ -11,14 +11,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.kv_cache import KVCache, LayerView
-from slipstream.kernels import ops as kernels, training_attention as learning
+from slipstream.kernels import ops, training_attention
 from slipstream.kernels.compiled import freed, freed_view
 from slipstream.targets.decoder import NO_MATRIX, DecoderConfig, Undescribed, Weights, matrix, norm
 
-# Which keys each row sees: a mask, or lists as `kernels.attention` takes them.
-Seen = Bool[Tensor, "#B 1 #T S"] | Int[Tensor, "#B 1 #T L"]
+# Which keys each row sees: a mask, or lists as `ops.attention` takes them.
+Visible = Bool[Tensor, "#B 1 #T S"] | Int[Tensor, "#B 1 #T L"]
 # Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
-Attend = Callable[[Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]]
+Attend = Callable[
+    [Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
+]
+Rows = Float[Tensor, "B T H"]
+Positions = Int[Tensor, "#B T"]
 CosSin = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -83,7 +87,7 @@ class Rope:
         )
         return cls(frequencies.tolist(), float(factor))
 
-    def __call__(self, positions: Int[Tensor, "#B T"], dtype: torch.dtype) -> CosSin:
+    def __call__(self, positions: Positions, dtype: torch.dtype) -> CosSin:
         """cos and sin, computed in float32 at least."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
@@ -106,10 +110,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
         self.head_dim, self.rope = D, Rope.of(config)  # last: a D that no memory holds has failed by now
 
-    def forward(self, x: Float[Tensor, "B T I"], rotary: CosSin, attend: Attend) -> Float[Tensor, "B T H"]:
+    def forward(self, x: Float[Tensor, "B T I"], rotary: CosSin, attend: Attend) -> Rows:
         """Rows of x, rotated by their `rope`, attend to the keys and values that `attend` returns."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        spec = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (proj(x).view(spec).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         key, value, seen = attend(k, v)
         return self.o_proj(attended(q, key, value, seen).flatten(2))
@@ -126,14 +130,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(I, H, bias=False)
         self.act = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
-        """down(act(gate(x)) · up(x))."""
+    def forward(self, x: Rows) -> Rows:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class OneCall:
-    """Attention or MLP of a layer, or both, each with the norm before it and the sum behind it, as one call
-    of our kernels: on a CPU, where linear layers are packed and attention reads lists of keys."""
+    """One call of our kernels for attention or MLP of a layer, or both, each with the norm before it and the
+    residual around it: on a CPU, where linear layers are packed and attention reads lists of keys."""
 
     def __init__(
         self,
@@ -143,8 +146,7 @@ class OneCall:
         mlp: MLP | None = None,
         second: nn.Module | None = None,
     ) -> None:
-        self._config, self._attention, self._mlp = config, attention, mlp
-        self._norms = before, second
+        self._config, self._attention, self._mlp, self._norms = config, attention, mlp, (before, second)
         self._run: Any = None
         self._weights: Weights | None = None
 
@@ -153,40 +155,29 @@ class OneCall:
 
     def __call__(
         self,
-        x: Float[Tensor, "B T H"],
+        x: Rows,
         rotary: CosSin | None = None,
         attend: Attend | None = None,
         reads: Float[Tensor, "B T I"] | None = None,
-    ) -> Float[Tensor, "B T H"] | None:
-        """x with what they add. None: the modules have to say it.
-
-        Args:
-            reads: what attention reads in the place of x.
-        """
+    ) -> Rows | None:
+        """x with what they add; attention reads `reads` in the place of x. None: the modules must do it."""
         if x.device.type != "cpu" or torch.is_grad_enabled():
             return None
-        given: tuple[Any, ...] = None, [], [], [], [], _NOWHERE, [], 0
+        of_cache: tuple[Any, ...] = None, [], [], [], [], _NOWHERE, [], 0
         if attend is not None:
-            if rotary is None or not (isinstance(attend, CacheAttend) and attend.listed):
+            if rotary is None or not isinstance(attend, CacheAttend) or attend.seen.dtype != torch.int32:
                 return None
             cache: Any = attend.cache
             angles = ([part.float()] for part in rotary)
-            stored = ([each[attend.layer]] for each in cache.stored)
-            given = reads, *angles, *stored, cache.slots, [attend.seen], cache.view
-        if not self._is_described():
-            return None
-        said: Tensor = self._run(x, *given, [])[0]
-        return said
-
-    def _is_described(self) -> bool:
-        """Whether there is a call, of the weights as they are."""
+            stored = ([layers[attend.layer]] for layers in cache.stored)
+            of_cache = reads, *angles, *stored, cache.slots, [attend.seen], cache.view
         if self._weights is None or self._weights.changed:
-            parts = (self._attention, self._mlp, *self._norms)
-            self._weights = Weights(module for part in parts if part for module in part.modules())
+            modules = (self._attention, self._mlp, *self._norms)
+            self._weights = Weights(part for module in modules if module for part in module.modules())
             self._run = None
             with suppress(Undescribed):
                 self._run = self._described()
-        return self._run is not None
+        return None if self._run is None else self._run(x, *of_cache, [])[0]
 
     def _described(self) -> Callable[..., list[Tensor]]:
         config, attention, mlp = self._config, self._attention, self._mlp
@@ -198,16 +189,19 @@ class OneCall:
             activation=config.hidden_act,
             eps=config.rms_norm_eps,
         )
-        parts: list[Tensor | None] = []
-        for part, names in (attention, PROJECTIONS), (mlp, PRODUCTS):
+        weights: list[Tensor | None] = []
+        for module, names in (attention, PROJECTIONS), (mlp, PRODUCTS):
             for name in names:
-                parts += NO_MATRIX if part is None else matrix(getattr(part, name))
+                weights += NO_MATRIX if module is None else matrix(getattr(module, name))
         before, second = self._norms
-        for each in (before, None, second, None, None, None):
-            parts += norm(each)
-        if len({(part.dtype, part.dim()) for part in parts if part is not None and part.dim() > 1}) > 1:
+        for layer_norm in (before, None, second, None, None, None):
+            weights += norm(layer_norm)
+        kinds = {
+            (weight.dtype, weight.dim()) for weight in weights if weight is not None and weight.dim() > 1
+        }
+        if len(kinds) > 1:
             raise Undescribed("weights of several kinds")
-        return kind.layers([*parts, None, *norm(None)], (0, 0, 0))
+        return kind.layers([*weights, None, *norm(None)], (0, 0, 0))
 
 
 class DecoderLayer(nn.Module):
@@ -224,23 +218,22 @@ class DecoderLayer(nn.Module):
             config, self.self_attn, self.input_layernorm, self.mlp, self.post_attention_layernorm
         )
 
-    def forward(self, x: Float[Tensor, "B T H"], rotary: CosSin, attend: Attend) -> Float[Tensor, "B T H"]:
-        """One layer."""
-        if (said := self.one_call(x, rotary, attend)) is not None:
-            return said
+    def forward(self, x: Rows, rotary: CosSin, attend: Attend) -> Rows:
+        if (out := self.one_call(x, rotary, attend)) is not None:
+            return out
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def attended(
-    q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Seen
+    q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Visible
 ) -> Float[Tensor, "B T A D"]:
-    """Attention where several heads may share keys. Branches: of free sizes Dynamo makes no bool."""
+    """Attention where several heads may share keys. Branches, as Dynamo makes no bool of free sizes."""
     if seen.dtype == torch.int32:
         lists = seen.expand(-1, -1, q.shape[2], -1)
-        return kernels.attention(q, key, value, lists, q.shape[-1] ** -0.5)
-    if learning.learns(q):
-        return learning.attention(q, key, value, seen, q.shape[-1] ** -0.5).transpose(1, 2)
+        return ops.attention(q, key, value, lists, q.shape[-1] ** -0.5)
+    if training_attention.learns(q):
+        return training_attention.attention(q, key, value, seen, q.shape[-1] ** -0.5).transpose(1, 2)
     if q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
     if q.shape[1] == key.shape[1]:
@@ -261,12 +254,7 @@ class CacheAttend:
 
     cache: KVCache | LayerView
     layer: int
-    seen: Seen
-
-    @property
-    def listed(self) -> bool:
-        """Whether rows list the keys that they see, as `kernels.attention` takes them."""
-        return self.seen.dtype == torch.int32
+    seen: Visible
 
     def __call__(self, key: Tensor, value: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         self.cache.write(self.layer, key, value)
@@ -283,7 +271,7 @@ def attend_cache(
     """(`Attend` of each layer, positions) of `rows` new rows, `after` scratch slots behind the kept tokens.
 
     Args:
-        among: which of the round's A = after + rows scratch slots each new row sees; default: the earlier
+        among: which of the step's A = after + rows scratch slots each new row sees; default: the earlier
             ones and its own.
         compiles: attend through the cache's `LayerView`s, once it has storage.
     """
@@ -298,7 +286,7 @@ def attend_cache(
     return attends, cache.lengths[:, None] + depths
 
 
-def first_slots(cache: KVCache, count: Int[Tensor, " B"]) -> Seen:
+def first_slots(cache: KVCache, count: Int[Tensor, " B"]) -> Visible:
     """The first `count` slots of each text, for all rows."""
     if _lists(cache):
         return F.pad(count[:, None].int(), (2, 0))[:, None, None]
@@ -306,9 +294,9 @@ def first_slots(cache: KVCache, count: Int[Tensor, " B"]) -> Seen:
 
 
 def _lists(cache: KVCache) -> bool:
-    """Whether rows list the keys that they see, for `kernels.attention` on a CPU."""
+    """Rows list the keys that they see, for `ops.attention` on a CPU."""
     at = cache.used.device
-    return at.type == "cpu" and bool(cache.stored) and kernels.has_kernels(at, cache.stored[0].dtype)
+    return at.type == "cpu" and bool(cache.stored) and ops.has_kernels(at, cache.stored[0].dtype)
 
 
 def _masked(
@@ -325,7 +313,7 @@ def _masked(
 def _listed(
     cache: KVCache, depths: Int[Tensor, " R"], among: Bool[Tensor, "B R A"] | None
 ) -> Int[Tensor, "B 1 R L"]:
-    """The same for `kernels.attention`: kept tokens are a run of slots, and scratch slots are listed."""
+    """`_masked` for `ops.attention`: kept tokens are a run of slots, and scratch slots are listed."""
     lengths = cache.lengths[:, None]
     end = (lengths + depths + 1 if among is None else lengths.expand(-1, len(depths)))[..., None]
     runs = torch.cat([torch.zeros_like(end), torch.zeros_like(end), end], -1)
@@ -336,7 +324,7 @@ def _listed(
     return runs.int()[:, None]
 
 
-def descended(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:
+def visible_scratch(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:
     """The scratch rows that a frontier's rows see: those that their parents saw and their own; A1 = A + F."""
     own = torch.eye(origin.shape[1], dtype=torch.bool, device=origin.device).expand(len(origin), -1, -1)
     return torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, ancestors.shape[2])), own], 2)

@@ -13,7 +13,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.tree_spec import TreeSpec
-from slipstream.drafters.ngram import TextState
+from slipstream.drafters.suffix import TextState
 
 POOL = 4096  # n-grams that a row remembers; a new one replaces the oldest
 LOOKS = 4  # matches that are looked at per guess, because some of them are equal
@@ -23,7 +23,7 @@ LOOKS = 4  # matches that are looked at per guess, because some of them are equa
 class LookaheadState(TextState):
     levels: Int[Tensor, "B N1 W"]  # level l of column j guesses the token l + j + 1 positions behind the root
     pool: Int[Tensor, "B P1 N"]  # a ring of n-grams; the last slot is written in the place of no n-gram
-    made: Int[Tensor, " B"]  # n-grams that were ever put in
+    added: Int[Tensor, " B"]  # n-grams that were ever put in
 
 
 @final
@@ -69,7 +69,7 @@ class Lookahead(Drafter):
     def update(self, span: Span, state: LookaheadState) -> None:
         cut = span.tree is not None and span.tree.nodes != self.rows  # by a grammar: slots are others
         if span.tree is None or span.tree.is_chain or cut:
-            self._read(span, state)
+            self._append(span, state)
             # Any tokens will do to begin with: these are scattered over the text.
             index = torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919
             index = index % state.length.clamp(min=1)[:, None]
@@ -79,9 +79,9 @@ class Lookahead(Drafter):
         grams = torch.cat([state.levels, picks[:, None]], 1).transpose(1, 2)
         self._remember(state, grams, torch.ones_like(picks, dtype=torch.bool))
         state.levels = torch.cat([state.levels[:, 1:], picks[:, None]], 1)
-        self._read(span, state)
+        self._append(span, state)
 
-    def _read(self, span: Span, state: LookaheadState) -> None:
+    def _append(self, span: Span, state: LookaheadState) -> None:
         """Append the span to the text, and put the text's own n-grams into the pool."""
         state.read(span)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
@@ -92,10 +92,10 @@ class Lookahead(Drafter):
     def _remember(
         self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]
     ) -> None:
-        at = (state.made[:, None] + real.cumsum(1) - 1) % POOL
+        at = (state.added[:, None] + real.cumsum(1) - 1) % POOL
         at = at.where(real, POOL)[..., None].expand(-1, -1, self.N)
         state.pool = state.pool.scatter(1, at, grams)
-        state.made = state.made + real.sum(1)
+        state.added = state.added + real.sum(1)
 
     def propose(self, state: LookaheadState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         B = len(state.root)
@@ -106,7 +106,7 @@ class Lookahead(Drafter):
     def _guesses(self, state: LookaheadState) -> Int[Tensor, "B G N1"]:
         """The latest distinct n-grams that begin with the root, `PAD` where there are fewer than G."""
         slot = torch.arange(POOL, device=state.root.device)
-        age = (state.made[:, None] - 1 - slot) % POOL
+        age = (state.added[:, None] - 1 - slot) % POOL
         fits = state.pool[:, :POOL, 0] == state.root[:, None]
         index = age.where(fits, POOL).topk(LOOKS * self.G, largest=False, sorted=True).indices
         latest = state.pool.gather(1, index[..., None].expand(-1, -1, self.N))[..., 1:]

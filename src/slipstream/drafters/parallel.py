@@ -36,22 +36,37 @@ class ParallelDrafter(HeadDrafter):
     def deepest(self) -> int:
         return int(self.head.config.depth)
 
+    @property
+    def one_law(self) -> bool:
+        """All nodes of a depth have the same law."""
+        return True
+
     def start(self, batch: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
         shape = (batch, self.drafted, self.head.config.hidden_size)
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
     def propose(self, state: ParallelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
-        spec = self.shaped(spec)
-        draft, level = Draft(self, spec, sampler), 0
-        if spec.depth > (drafted := state.hidden.shape[1]):
+        draft, level = Draft(self, self.shaped(spec), sampler), 0
+        if draft.tree_spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
-                f"tree {spec.name!r} is {spec.depth} deep and this session drafts {drafted} "
-                "tokens: name it among the session's trees"
+                f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this session drafts "
+                f"{drafted} tokens: name it among the session's specs"
             )
-        scores = self.scores(state.hidden[:, : spec.depth])
-        if self.one_law and spec.best_first and not any(sampler.grammar_states) and is_host(scores):
-            return best_first(state.root, *self._offered(draft, scores, state.length), spec.nodes)
+        scores = self.scores(state.hidden[:, : draft.tree_spec.depth])
+        if (
+            self.one_law
+            and draft.tree_spec.best_first
+            and not any(sampler.grammar_states)
+            and is_host(scores)
+        ):
+            if not draft.noisy:
+                return best_first(
+                    state.root, *draft.children(scores, state.length + 1), draft.tree_spec.nodes
+                )
+            levels = (draft.children(own, state.length + i) for i, own in enumerate(scores.split(1, 1), 1))
+            ids, log_q = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
+            return best_first(state.root, ids, log_q, draft.tree_spec.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
@@ -67,22 +82,6 @@ class ParallelDrafter(HeadDrafter):
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 
         return draft.grow(state.root, expand)
-
-    @property
-    def one_law(self) -> bool:
-        """All nodes of a depth have the same law."""
-        return True
-
-    @staticmethod
-    def _offered(
-        draft: Draft, scores: Float[Tensor, "B N Vd"], length: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, "B N K"], Float[Tensor, "B N K"]]:
-        """Candidates of all depths, and their log probabilities."""
-        if not draft.noisy:
-            return draft.children(scores, length + 1)
-        every = (draft.children(own, length + i) for i, own in enumerate(scores.split(1, 1), 1))
-        ids, log_q = zip(*every, strict=True)
-        return torch.cat(ids, 1), torch.cat(log_q, 1)
 
     def behind(
         self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]

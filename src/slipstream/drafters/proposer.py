@@ -1,4 +1,4 @@
-"""Drafters whose trees grow from candidates: by a named tree, in three ways to pick them at T > 0."""
+"""Drafters whose trees grow from candidates: by a named spec, in three ways to pick them at T > 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,17 @@ from slipstream.core.sampling import Sampler, within
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.tree_builders import Expand
 from slipstream.core.tree_spec import TreeSpec
-from slipstream.drafters.layers import descended
+from slipstream.drafters.layers import visible_scratch
 from slipstream.drafters.store import VOCAB
 
 PROPOSALS = ("top-k", "noise", "sampled")
 NODES, LEVELS = (2, 4, 8, 16), 5  # of a ladder's trees; at most
+Vocab = Int[Tensor, " Vd"]
+Scores = Float[Tensor, "B F Vd"]
+Candidates = tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]
 # scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch
 # rows, the level
-Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int], Float[Tensor, "B F Vd"]]
+Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int], Scores]
 
 
 class Proposer(Drafter):
@@ -46,7 +49,7 @@ class Proposer(Drafter):
 
     reach: int | None = None
 
-    def __init__(self, vocab: Int[Tensor, " Vd"], width: int, tree: str | TreeSpec, proposal: str) -> None:
+    def __init__(self, vocab: Vocab, width: int, tree: str | TreeSpec, proposal: str) -> None:
         if not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < width):
             raise ValueError(f"this drafter's draft vocabulary names other tokens than this target's {width}")
         if len(vocab.unique()) < len(vocab):  # siblings that are the same would be accepted too often
@@ -67,18 +70,15 @@ class Proposer(Drafter):
 
     @property
     def drafted(self) -> int:
-        """The depth of the deepest tree that was asked for: no rounds need deeper guesses."""
+        """The depth of the deepest tree that was asked for: no step needs deeper guesses."""
         return max(spec.depth for spec in self._checked)
 
     def grow_as(self, tree: str | TreeSpec, proposal: str = "top-k") -> None:
         """Change the default tree and the proposal. Raises ValueError."""
         if proposal not in PROPOSALS:
             raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
-        self.proposal = proposal
-        self.uses_target_noise, self.law = (
-            proposal == "noise",
-            "multi-round" if proposal == "sampled" else "coupled",
-        )
+        self.proposal, self.uses_target_noise = proposal, proposal == "noise"
+        self.law = "multi-round" if proposal == "sampled" else "coupled"
         self.tree_spec = TreeSpec.parse(tree) if isinstance(tree, str) else tree
         self.check(self.tree_spec)
         self._checked = [self.tree_spec]
@@ -120,7 +120,7 @@ class Proposer(Drafter):
         return spec
 
     def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
-        """See `Drafter`. Draft steps stand behind a text whose length is known a round late."""
+        """See `Drafter`. Draft steps stand behind a text whose length is known a step late."""
         spec = self.shaped(spec)
         return ScratchSlots(spec.nodes, max(spec.nodes, spec.depth + spec.scratch + 3))
 
@@ -137,7 +137,7 @@ class Draft:
     drafter: Proposer
     tree_spec: TreeSpec
     sampler: Sampler
-    laws: list[Float[Tensor, "B F Vd"]] = field(default_factory=list)
+    laws: list[Scores] = field(default_factory=list)
     walks: list[list[GrammarState | None]] = field(default_factory=list)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
@@ -153,8 +153,7 @@ class Draft:
         tree = self.tree_spec.grow(root, walked)
         if not self.laws:
             return tree
-        size = len(tree.tokens), tree.nodes, self.drafter.width
-        law = torch.zeros(size, dtype=self.laws[0].dtype, device=self.laws[0].device)
+        law = self.laws[0].new_zeros(len(tree.tokens), tree.nodes, self.drafter.width)
         law[:, self.tree_spec.inner(law.device)[:, None], self.drafter.vocab] = torch.cat(self.laws, 1)
         return replace(tree, law=law)
 
@@ -169,7 +168,7 @@ class Draft:
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal scores, level, seen
             if level:
-                seen = descended(seen, origin)
+                seen = visible_scratch(seen, origin)
                 scores = step(tokens, origin, seen, level)
             level += 1
             return self.children(scores, at + level)
@@ -177,43 +176,38 @@ class Draft:
         return self.grow(root, expand)
 
     def _walk(self, tokens: list[list[int]], origin: list[list[int]]) -> None:
-        """Go on to the next frontier. Behind a forbidden token, and one that nothing may follow, there is
-        nothing to forbid: it is dropped."""
-        before = self.walks
-        self.walks = []
-        for walks, line, above in zip(before, tokens, origin, strict=True):
-            parents = [walks[i] for i in above]
-            pairs = zip(parents, line, strict=True)
-            self.walks.append([walk and leads_on(walk, token) for walk, token in pairs])
+        """Go on to the next frontier. Behind a forbidden token, or one that nothing may follow, no grammar
+        goes on."""
+        parents = ([walks[i] for i in above] for walks, above in zip(self.walks, origin, strict=True))
+        self.walks = [
+            [walk and leads_on(walk, token) for walk, token in zip(row, line, strict=True)]
+            for row, line in zip(parents, tokens, strict=True)
+        ]
 
     @property
     def noisy(self) -> bool:
         """Candidates are drawn with the target's noise at their position."""
         return self.drafter.proposal == "noise" and not self.sampler.greedy
 
-    def children(
-        self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+    def children(self, scores: Scores, position: Int[Tensor, " B"]) -> Candidates:
         """Candidates behind the frontier, which stand at `position`, and their log probabilities."""
         drafter, sampler = self.drafter, self.sampler
         if drafter.proposal == "sampled" and not sampler.greedy:
             return self._sample(self._processed(scores), position)
         if self.noisy:
             scores = self._tempered(scores) + sampler.noise(position, drafter.vocab)[:, None]
-        if not self.walks:
-            log_q, index = scores.log_softmax(-1).topk(self.tree_spec.children)
-            return drafter.vocab[index], log_q
-        log_q, index = self._within(scores).log_softmax(-1).topk(self.tree_spec.children)
-        log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where nothing is allowed
-        return drafter.vocab[index].masked_fill(log_q == -torch.inf, PAD), log_q
+        if self.walks:
+            wide = self._widened(scores)
+            allowed = within(wide.flatten(0, 1), [walk for row in self.walks for walk in row]).view_as(wide)
+            scores = allowed if wide is scores else allowed[..., drafter.vocab]
+        log_q, index = scores.log_softmax(-1).topk(self.tree_spec.children)
+        ids = drafter.vocab[index]
+        if self.walks:  # somewhere nothing may be allowed
+            log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)
+            ids = ids.masked_fill(log_q == -torch.inf, PAD)
+        return ids, log_q
 
-    def _within(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
-        """Scores, −inf where a grammar forbids a token."""
-        wide = self._widened(scores)
-        made = within(wide.flatten(0, 1), [walk for row in self.walks for walk in row]).view_as(wide)
-        return made if wide is scores else made[..., self.drafter.vocab]
-
-    def _widened(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F V"]:
+    def _widened(self, scores: Scores) -> Float[Tensor, "B F V"]:
         """Over the target's vocabulary, −inf for tokens that are not drafted."""
         if scores.shape[-1] == self.drafter.width:
             return scores
@@ -221,27 +215,23 @@ class Draft:
         every[..., self.drafter.vocab] = scores
         return every
 
-    def _tempered(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
+    def _tempered(self, scores: Scores) -> Scores:
         """Scores over each row's temperature; those of greedy rows as they are."""
         T = self.sampler.temperature
         return scores / torch.where(T > 0, T, 1.0)[..., None]
 
-    def _processed(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
+    def _processed(self, scores: Scores) -> Scores:
         """Log weights of the law that children are drawn from: the target's cuts, penalties and processors
         for the history before the root. A draft that these exclude is never accepted."""
         if self.sampler.tempers_only:
             return self._tempered(scores)
-        columns = zip(self._widened(scores).unbind(1), self._columns(scores.shape[1]), strict=True)
-        found = [self.sampler.scores(one, states=walks, partial=True) for one, walks in columns]
-        return torch.stack(found, 1)[..., self.drafter.vocab]
+        nodes = self._widened(scores).unbind(1)
+        walks = [list(column) for column in zip(*self.walks, strict=True)] or [[]] * len(nodes)
+        pairs = zip(nodes, walks, strict=True)
+        processed = [self.sampler.scores(node, states=walk, partial=True) for node, walk in pairs]
+        return torch.stack(processed, 1)[..., self.drafter.vocab]
 
-    def _columns(self, n: int) -> list[list[GrammarState | None]]:
-        """The walks of each of the n nodes of the frontier, over all rows."""
-        return [list(column) for column in zip(*self.walks, strict=True)] or [[]] * n
-
-    def _sample(
-        self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+    def _sample(self, scores: Scores, position: Int[Tensor, " B"]) -> Candidates:
         """Gumbel top-k: drawn without replacement, in order; `PAD` where the law has no further token. A
         greedy row takes its top-k, and its law is its best."""
         hot = (self.sampler.temperature > 0)[..., None]

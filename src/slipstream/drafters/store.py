@@ -24,7 +24,7 @@ from slipstream.provenance import suggested
 
 VERSION = 1
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
-STEP = ".step"  # ends the name of the steps beside a tensor of int8
+STEP = ".step"  # ends the name of an int8 tensor's steps
 TUNED = "tuned.json"
 SCALES = ("rope_theta", "rms_norm_eps")  # a head's sizes that are finite numbers
 COUNTS = ("depth", "layers")  # a head's sizes that are whole numbers from 1 to `DEEPEST`
@@ -52,35 +52,32 @@ def save_drafter(
     check_claim(directory, ("train", "import"), force)
     made_for = {"name": target.name, "fingerprint": target.fingerprint}
     heading = {"method": method, "version": VERSION, "target": made_for}
-    if dtype is not None:
-        tensors = stored(tensors, dtype)
-    write_directory(directory, {**heading, **config, "training": training}, tensors)
+    written = tensors if dtype is None else stored(tensors, dtype)
+    write_directory(directory, {**heading, **config, "training": training}, written)
     (Path(directory) / TUNED).unlink(missing_ok=True)
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Floating tensors as `dtype`. With int8, matrices are integer multiples of a step, a 127th of each row's
     largest entry, and other tensors are bfloat16."""
-    kept: dict[str, Tensor] = {}
+    result = dict(tensors)
     for name, tensor in tensors.items():
         if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
             step = tensor.detach().float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-            kept |= {name: (tensor.detach() / step).round().to(torch.int8), name + STEP: step[:, 0]}
+            result |= {name: (tensor.detach() / step).round().to(torch.int8), name + STEP: step[:, 0]}
         elif tensor.is_floating_point():
-            kept[name] = tensor.to(torch.bfloat16 if dtype == torch.int8 else dtype)
-        else:
-            kept[name] = tensor
-    return kept
+            result[name] = tensor.to(torch.bfloat16 if dtype == torch.int8 else dtype)
+    return result
 
 
 def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `stored`: int8 matrices become float32, marked as `EIGHT`; others keep their type."""
-    steps = {name.removesuffix(STEP): tensor for name, tensor in tensors.items() if name.endswith(STEP)}
-    made = {name: tensor for name, tensor in tensors.items() if not name.endswith(STEP)}
-    for name in steps.keys() & made.keys():
-        made[name] = made[name] * steps[name][:, None]
-        setattr(made[name], EIGHT, True)
-    return made
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(STEP)}
+    for name in result:
+        if (step := tensors.get(name + STEP)) is not None:
+            result[name] = result[name] * step[:, None]
+            setattr(result[name], EIGHT, True)
+    return result
 
 
 def write_directory(
@@ -96,8 +93,8 @@ def write_directory(
     tensors = {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
-            weights, text = Path(beside) / name, Path(beside) / "config.json"
+        with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as temporary:
+            weights, text = Path(temporary) / name, Path(temporary) / "config.json"
             save_file(tensors, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
             text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8")
             for path in (weights, text):
@@ -170,44 +167,41 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
             "training failed: train the drafter again"
         )
     if (vocab := tensors.get(VOCAB)) is not None and vocab.ndim != 1:
-        raise ValueError(f"{source} does not fit: {VOCAB} has shape {list(vocab.shape)}; it must be a list")
+        raise ValueError(f"{source} does not fit: {VOCAB} has spec {list(vocab.shape)}; it must be a list")
     return tensors
 
 
 def _check_config(config: dict[str, Any], largest: int, source: str) -> None:
-    """Refuse what would only fail in use, and sizes that no tensor has and no memory holds. Raises
-    ValueError.
-
-    Args:
-        largest: no size of the head is larger.
-    """
+    """Refuse what would only fail in use, and sizes above `largest`, which no tensor has and no memory holds.
+    Raises ValueError."""
     head, taps = config.get("head", {}), config.get("taps", [])
     if not isinstance(head, dict):
         raise ValueError(f"{source}: head is {head!r}; it must be an object")
     if not (isinstance(taps, list) and all(isinstance(tap, str) for tap in taps)):
         raise ValueError(f"{source} does not fit: taps is {taps!r}; it must be a list such as [{FINAL!r}]")
-    wrong = [
-        f"{name} is {value!r}"
-        for name, value in head.items()
-        if (name in SCALES and not (isinstance(value, (int, float)) and 0 <= value < math.inf))
-        or (name in COUNTS and not (isinstance(value, int) and 0 < value <= DEEPEST))
-        or (name not in SCALES and isinstance(value, int) and abs(value) > largest)
-    ]
-    if wrong:
+
+    def fits(name: str, value: Any) -> bool:
+        if name in SCALES:
+            return isinstance(value, (int, float)) and 0 <= value < math.inf
+        if name in COUNTS and not (isinstance(value, int) and 0 < value <= DEEPEST):
+            return False
+        return not isinstance(value, int) or abs(value) <= largest
+
+    if wrong := [f"{name} is {value!r}" for name, value in head.items() if not fits(name, value)]:
         fix = f"sizes are at most {largest}, and {' and '.join(COUNTS)} from 1 to {DEEPEST}"
         raise ValueError(f"{source} does not fit: {', '.join(wrong)}: {fix}")
 
 
 def read_tuned(directory: str | Path, place: str, temperature: float, texts: int = 1) -> dict[str, str]:
     """The options that `tune` chose for this drafter in this place; none if it has not run."""
-    chosen = _chosen(directory, place, temperature, texts)
-    return {key: str(chosen[key]) for key in ("skip", "tree", "proposal") if key in chosen}
+    entry = _tuned_entry(directory, place, temperature, texts)
+    return {key: str(entry[key]) for key in ("skip", "tree", "proposal") if key in entry}
 
 
 def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[TreeSpec, ...]:
     """The trees among which `auto` shall choose, as `tune` found them, the smallest first; none if it has not
     run."""
-    trees = _chosen(directory, place, temperature, texts).get("rungs", [])
+    trees = _tuned_entry(directory, place, temperature, texts).get("rungs", [])
     return tuple(sorted(map(TreeSpec.parse, trees), key=lambda spec: spec.nodes))
 
 
@@ -221,19 +215,21 @@ def save_tuned(
     return path
 
 
-def _chosen(directory: str | Path, place: str, temperature: float, texts: int) -> dict[str, Any]:
+def _tuned_entry(directory: str | Path, place: str, temperature: float, texts: int) -> dict[str, Any]:
     """The entry for this temperature and the nearest number of texts; empty if there is none. A damaged file
     is ignored, with one line."""
-    path = tuned_file(directory)
+    path, by_texts = tuned_file(directory), dict[int, Any]()
     try:
         entries = read_json(path, "file").get(place, {}) if path.exists() else {}
-        known = {
-            n: entry for name, entry in entries.items() if _setting(temperature, n := _texts(name)) == name
-        }
-        found = known[min(known, key=lambda n: abs(math.log2(n / texts)))] if known else {}
-        for tree in [*filter(None, [found.get("tree")]), *found.get("rungs", [])]:
+        for name, entry in entries.items():
+            number = re.search(r", ([1-9]\d*) texts$", name)
+            n = int(number[1]) if number else 1
+            if name == _setting(temperature, n):
+                by_texts[n] = entry
+        nearest = by_texts[min(by_texts, key=lambda n: abs(math.log2(n / texts)))] if by_texts else {}
+        for tree in [*filter(None, [nearest.get("tree")]), *nearest.get("rungs", [])]:
             TreeSpec.parse(tree)
-        return dict(found)
+        return dict(nearest)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         note(f"{path} is damaged and ignored: {first_line(error)}: delete it, and run tune again")
         return {}
@@ -247,24 +243,19 @@ def tuned_file(directory: str | Path) -> Path:
     return home / TUNED
 
 
-def _texts(setting: str) -> int:
-    """The number of texts in the name of a setting."""
-    number = re.search(r", ([1-9]\d*) texts$", setting)
-    return int(number[1]) if number else 1
-
-
 def _setting(temperature: float, texts: int) -> str:
+    """The name of an entry."""
     return f"T {'>' if temperature else '='} 0{f', {texts} texts' * (texts > 1)}"
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
     """Load tensors into a module. Raises ValueError, which names those that are missing, unknown or of
-    another shape."""
+    another spec."""
     wanted = module.state_dict()
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]
     wrong += [
-        f"{name} has shape {list(t.shape)} and should have {list(wanted[name].shape)}"
+        f"{name} has spec {list(t.shape)} and should have {list(wanted[name].shape)}"
         for name, t in tensors.items()
         if name in wanted and t.shape != wanted[name].shape
     ]

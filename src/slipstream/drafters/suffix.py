@@ -1,6 +1,11 @@
-"""Matches by counts, as in SuffixDecoding (Oliaro et al. 2024) and SAM decoding (Hu et al. 2024): a tree of
-what followed earlier occurrences of the text's end, in this text and, where asked, in earlier answers."""
+"""Drafts that repeat the text, without a pass of a model.
 
+`NGram` is prompt lookup decoding (Saxena 2023; vLLM's `ngram`): what followed the longest earlier match of
+the text's end. `Suffix` counts, as SuffixDecoding (Oliaro et al. 2024) and SAM decoding (Hu et al. 2024) do:
+a tree of what followed all earlier matches, in this text and, where asked, in earlier answers.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import log
@@ -12,12 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, ScratchSlots
+from slipstream.core.drafter import Drafter, ScratchSlots, State, appended
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.core.tree_spec import DEEPEST, ROWS, TreeSpec
-from slipstream.drafters.ngram import TextState, match_lengths
 
 LONGEST = 16  # tokens of a match that count
 MATCHES = 8  # in the text, and as many in the memory: the longest, and of equally long ones the latest
@@ -25,7 +29,122 @@ POWER, DOUBT = 1.5, 4.0  # a match of n tokens weighs n^POWER; that none of them
 EARLIER = 0.25  # of the weight, for a match in an earlier answer
 
 
-class Memory:
+@dataclass
+class TextState(State):
+    by_token = ("text",)
+    text: Int[Tensor, "B S"]  # the last slot is written in the place of padding
+    length: Int[Tensor, " B"]  # tokens of text; the root comes behind them
+
+    def read(self, span: Span) -> None:
+        """Append a span to the text."""
+        self.text = appended(self.text, span)
+        self.length, self.root = span.start + span.count, span.root
+
+    def ends(self, longest: int) -> Int[Tensor, "B n"]:
+        """The last tokens, the root first; before the text's beginning what equals no token."""
+        at = self.length[:, None] - torch.arange(1, longest, device=self.text.device)
+        tokens = self.text.gather(1, at.clamp(min=0)).masked_fill(at < 0, PAD - 1)
+        return torch.cat([self.root[:, None], tokens], 1)
+
+    def best_matches(self, longest: int, count: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
+        """The `count` best earlier matches of the text's end, of at most `longest` tokens: the last slot of
+        each, and its length. A length of 0 is no match."""
+        # Slots that no row has filled are left out where the host may look.
+        text = self.text[:, : int(self.length.max())] if is_host(self.length) else self.text
+        slots, lengths = match_lengths(text, self.ends(longest))
+        return _best(slots, lengths.where(slots < self.length[:, None], 0), count)
+
+    def matched(self, sizes: Sequence[int]) -> list[int]:
+        """For each text, how many of these sizes, the smallest first, its end has a match of, the root
+        included. The host compares bytes: tensors take many times as long for so little."""
+        counts, width = [], self.text.element_size()
+        for root, text, length in zip(self.root, self.text.numpy(), self.length.tolist(), strict=True):
+            line = text[:length].tobytes()
+            whole, n = line + root.numpy().tobytes(), 0
+            while n < len(sizes) and length >= sizes[n] and _holds(line, whole[-width * sizes[n] :], width):
+                n += 1
+            counts.append(n)
+        return counts
+
+    def following(self, slots: Int[Tensor, "B K"], depth: int) -> Int[Tensor, "B K D"]:
+        """What stands behind slots, up to the root. There it starts again: repetitions tend to go on."""
+        period = (self.length[:, None] - slots).clamp(min=1)[..., None]
+        at = slots[..., None] + 1 + torch.arange(depth, device=slots.device) % period
+        full = torch.cat([self.text, self.root[:, None]], 1)
+        at = torch.where(at >= self.length[:, None, None], full.shape[1] - 1, at)
+        return full.gather(1, at.flatten(1)).view(at.shape)
+
+
+def _holds(line: bytes, part: bytes, width: int) -> bool:
+    """Whether a line of numbers of `width` bytes holds these numbers."""
+    at = line.find(part)
+    while at > 0 and at % width:
+        at = line.find(part, at + 1)
+    return at >= 0
+
+
+def match_lengths(
+    table: Int[Tensor, "#B S"], ends: Int[Tensor, "B n"]
+) -> tuple[Int[Tensor, " P"], Int[Tensor, "B P"]]:
+    """Slots of a table, and at each of them how many tokens up to it equal the last of a text, newest first
+    in `ends`. Where the host may look, slots at which no text matches are left out."""
+    slots = torch.arange(table.shape[1], device=table.device)
+    if is_host(table):
+        slots = slots[(table == ends[:, :1]).any(0)]
+    at = slots[:, None] - torch.arange(ends.shape[1], device=table.device)
+    same = (table[:, at.clamp(min=0)] == ends[:, None]) & (at >= 0)
+    return slots, same.cumprod(2).sum(2)
+
+
+def _best(
+    slots: Int[Tensor, " P"], lengths: Int[Tensor, "B P"], count: int
+) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
+    """The longest matches, and of equally long ones the latest."""
+    age = torch.arange(len(slots), device=slots.device)
+    best = (lengths * len(slots) + age).topk(min(count, len(slots)), sorted=True).indices
+    return slots[best], lengths.gather(1, best)
+
+
+@final
+class NGram(Drafter):
+    """Proposes a chain of up to `depth` tokens.
+
+    Args:
+        depth: tokens drafted per step.
+        longest: matches are compared up to this length. Of equally long ones the latest is taken.
+        shortest: a match must have at least this length. With 1, drafts are more frequent and worse.
+
+    Raises:
+        ValueError: no match can meet the limits.
+    """
+
+    def __init__(self, depth: int = 7, longest: int = 4, shortest: int = 2) -> None:
+        if depth < 1 or not 1 <= shortest <= longest:
+            raise ValueError(
+                f"ngram got depth={depth}, longest={longest}, shortest={shortest}; it needs depth >= 1 and 1 "
+                "<= shortest <= longest"
+            )
+        self.depth, self.rows = depth, depth + 1
+        self.longest, self.shortest = longest, shortest
+
+    def start(self, batch: int, device: torch.device) -> TextState:
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        return TextState(zeros, zeros.new_zeros(batch, 0), zeros.clone())
+
+    def update(self, span: Span, state: TextState) -> None:
+        state.read(span)
+
+    def propose(self, state: TextState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        slots, lengths = state.best_matches(self.longest, 1)
+        matched = (lengths >= self.shortest).any(1)
+        if is_host(matched) and not bool(matched.any()):
+            return chain(state.root[:, None])
+        depth = self.depth if spec is None else min(self.depth, spec.depth)
+        draft = state.following(slots, depth)[:, 0].masked_fill(~matched[:, None], PAD)
+        return chain(torch.cat([state.root[:, None], draft], 1))
+
+
+class AnswerMemory:
     """The last tokens of answers that have left, in a ring of fixed size, and the salt of each. `PAD` stands
     behind each answer."""
 
@@ -53,10 +172,10 @@ class Matches(NamedTuple):
 
 @dataclass
 class SuffixState(TextState):
-    asked: Int[Tensor, " B"]  # tokens of the prompt; PAD before the first guess
+    prompt: Int[Tensor, " B"]  # tokens of the prompt; PAD before the first guess
     salts: Int[Tensor, " B"]
-    memory: Memory | None
-    found: Matches | None = None  # at this root
+    memory: AnswerMemory | None
+    matches: Matches | None = None  # at this root
 
     def set_salts(self, salts: Int[Tensor, " B"]) -> None:
         self.salts = salts
@@ -64,7 +183,7 @@ class SuffixState(TextState):
     def select(self, order: list[int]) -> None:
         """See `State`. Answers that leave are remembered."""
         for row in sorted(set(range(len(self.root))).difference(order)):
-            begin, end = int(self.asked[row]), int(self.length[row])
+            begin, end = int(self.prompt[row]), int(self.length[row])
             if self.memory is not None and begin >= 0:
                 text = torch.cat([self.text[row, begin:end], self.root[row : row + 1]])
                 self.memory.put(text, self.salts[row])
@@ -97,15 +216,14 @@ class Suffix(Drafter):
             )
         self.rows, self.depth, self.remember = rows, min(depth, rows - 1), remember
         self.remembers = remember > 0
-        self._memory: Memory | None = None
+        self._memory: AnswerMemory | None = None
 
     def start(self, batch: int, device: torch.device) -> SuffixState:
         if self.remember and (self._memory is None or self._memory.ring.device != device):
-            self._memory = Memory(self.remember * 1000, device)
+            self._memory = AnswerMemory(self.remember * 1000, device)
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        return SuffixState(
-            zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, zeros.clone(), self._memory
-        )
+        text = zeros.new_zeros(batch, 0)
+        return SuffixState(zeros, text, zeros.clone(), zeros + PAD, zeros.clone(), self._memory)
 
     def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         rows = self.rows if spec is None else spec.nodes
@@ -113,43 +231,33 @@ class Suffix(Drafter):
 
     def update(self, span: Span, state: SuffixState) -> None:
         state.read(span)
-        state.found = None
+        state.matches = None
 
     def propose(self, state: SuffixState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         nodes, depth = (self.rows, self.depth) if spec is None else (spec.nodes, spec.depth)
-        state.asked = state.length.where(state.asked < 0, state.asked)
+        state.prompt = state.length.where(state.prompt < 0, state.prompt)
         if len(state.root) == 1 and state.memory is None and is_host(state.root):
             return _grown_by_host(state, nodes - 1, depth)
-        if state.found is None:
-            state.found = self._matches(state)
-        matches = state.found._replace(tokens=state.found.tokens[..., :depth])
+        if state.matches is None:
+            state.matches = self._matches(state)
+        matches = state.matches._replace(tokens=state.matches.tokens[..., :depth])
         return grown(state.root, matches, nodes - 1)
 
     def _matches(self, state: SuffixState) -> Matches:
         """The best of the text's own, and of those that it remembers."""
-        depth, ends = self.depth, state.ends(LONGEST)
-        slots, lengths = match_lengths(state.viewed(), ends)
-        slots, lengths = _best(slots, lengths.where(slots < state.length[:, None], 0))
-        own = Matches(state.following(slots, depth), lengths, torch.ones(slots.shape[1], device=slots.device))
+        slots, lengths = state.best_matches(LONGEST, MATCHES)
+        worth = torch.ones(slots.shape[1], device=slots.device)
+        own = Matches(state.following(slots, self.depth), lengths, worth)
         if state.memory is None:
             return own
         ring = state.memory.ring
-        slots, lengths = match_lengths(ring, ends)
-        own_salt = state.memory.salts[0, slots] == state.salts[:, None]
-        slots, lengths = _best(slots, lengths.where(own_salt, 0))
-        at = slots[..., None] + 1 + torch.arange(depth, device=slots.device)
+        slots, lengths = match_lengths(ring, state.ends(LONGEST))
+        may_read = state.memory.salts[0, slots] == state.salts[:, None]
+        slots, lengths = _best(slots, lengths.where(may_read, 0), MATCHES)
+        at = slots[..., None] + 1 + torch.arange(self.depth, device=slots.device)
         tokens = torch.cat([own.tokens, ring[0, at % ring.shape[1]]], 1)
-        worth = torch.cat([own.worth, EARLIER + torch.zeros(slots.shape[1], device=slots.device)])
+        worth = torch.cat([own.worth, torch.full((slots.shape[1],), EARLIER, device=slots.device)])
         return Matches(tokens, torch.cat([own.lengths, lengths], 1), worth)
-
-
-def _best(
-    slots: Int[Tensor, " P"], lengths: Int[Tensor, "B P"]
-) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
-    """The longest matches, and of equally long ones the latest."""
-    age = torch.arange(len(slots), device=slots.device)
-    best = (lengths * len(slots) + age).topk(min(MATCHES, len(slots)), sorted=True).indices
-    return slots[best], lengths.gather(1, best)
 
 
 def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
@@ -162,8 +270,8 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
     bare = replace(chain(root[:, None]), scores=zero)
     if K == 0:
         return bare
-    there = (tokens >= 0) & (matches.lengths > 0)[:, None]
-    alike = ((tokens[..., None] == tokens[:, :, None]) & there[:, :, None]).cumprod(1)  # the last K: others
+    real = (tokens >= 0) & (matches.lengths > 0)[:, None]
+    alike = ((tokens[..., None] == tokens[:, :, None]) & real[:, :, None]).cumprod(1)  # the last K: others
     shared, number = alike.argmax(3), torch.arange(D * K, device=root.device).view(D, K)
     scores = _scores(matches, alike).masked_fill(shared != number[0], -torch.inf).flatten(1)
     count = min(nodes, D * K)
@@ -171,18 +279,21 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
         count = min(count, int((scores > -torch.inf).sum(1).max()))
         if count == 0:
             return bare
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
-    scores = scores.gather(1, kept)
-    nothing = scores == -torch.inf
-    above = F.pad(shared + number[:, :1], (0, 0, 1, -1), value=-1).flatten(1).gather(1, kept)
-    parents = torch.searchsorted(kept, above, right=True).masked_fill(nothing, 0)  # slots count the root
-    tokens = tokens.flatten(1).gather(1, kept).masked_fill(nothing, PAD)
-    return Tree(
-        torch.cat([root[:, None], tokens], 1),
-        F.pad(parents, (1, 0)),
-        D,
-        scores=torch.cat([zero, scores], 1),
-    )
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+    scores = scores.gather(1, chosen)
+    absent = scores == -torch.inf
+    above = F.pad(shared + number[:, :1], (0, 0, 1, -1), value=-1).flatten(1).gather(1, chosen)
+    parents = torch.searchsorted(chosen, above, right=True).masked_fill(absent, 0)  # slots count the root
+    tokens = torch.cat([root[:, None], tokens.flatten(1).gather(1, chosen).masked_fill(absent, PAD)], 1)
+    return Tree(tokens, F.pad(parents, (1, 0)), D, scores=torch.cat([zero, scores], 1))
+
+
+def _scores(matches: Matches, alike: Int[Tensor, "B D K K"]) -> Float[Tensor, "B D K"]:
+    """Log probabilities of each continuation up to each of its tokens; `alike` says which others share it."""
+    length = matches.lengths[:, None] + torch.arange(alike.shape[1], device=alike.device)[:, None]
+    weights = (length.pow(POWER) * matches.worth)[:, :, None]
+    before = F.pad(alike, (0, 0, 0, 0, 1, -1), value=1)  # those alike before this token
+    return ((alike * weights).sum(3) / ((before * weights).sum(3) + DOUBT)).log().cumsum(1)
 
 
 def _grown_by_host(state: TextState, nodes: int, depth: int) -> Tree:
@@ -201,35 +312,28 @@ def _grown_by_host(state: TextState, nodes: int, depth: int) -> Tree:
     def following(slot: int, d: int) -> int:
         return text[slot + 1 + d % (length - slot)]
 
-    # Nodes yet to grow: score, number, matches up to the node, their tokens' depth, parent's number.
-    open_nodes = [(0.0, -1, matches, 0, -1)] if matches and depth else []
-    found: dict[int, tuple[int, int, float]] = {}  # token, parent's number and score, by number
-    while open_nodes and len(found) <= nodes:
-        score, number, some, d, above = heappop(open_nodes)
+    # Nodes to grow: score, number, the matches up to the node, its depth, its parent's number.
+    frontier = [(0.0, -1, matches, 0, -1)] if matches and depth else []
+    nodes_by_number: dict[int, tuple[int, int, float]] = {}  # token, parent's number, score
+    while frontier and len(nodes_by_number) <= nodes:
+        score, number, members, d, above = heappop(frontier)
         if number >= 0:
-            found[number] = following(some[0][1], d - 1), above, -score
+            nodes_by_number[number] = following(members[0][1], d - 1), above, -score
         if d == depth:
             continue
-        alike: dict[int, list[tuple[int, int]]] = {}
-        for match in some:
-            alike.setdefault(following(match[1], d), []).append(match)
-        came = sum((n + d) ** POWER for n, _ in some) + DOUBT
-        for group in alike.values():
-            chance = sum((n + d) ** POWER for n, _ in group) / came
-            of_group = d * len(matches) + matches.index(group[0])
-            heappush(open_nodes, (score - log(chance), of_group, group, d + 1, number))
-    kept = sorted(sorted(found, key=lambda number: -found[number][2])[:nodes])
-    slots = {-1: 0, **{number: slot for slot, number in enumerate(kept, 1)}}
+        by_token: dict[int, list[tuple[int, int]]] = {}
+        for match in members:
+            by_token.setdefault(following(match[1], d), []).append(match)
+        total = sum((n + d) ** POWER for n, _ in members) + DOUBT
+        for group in by_token.values():
+            chance = sum((n + d) ** POWER for n, _ in group) / total
+            child = d * len(matches) + matches.index(group[0])
+            heappush(frontier, (score - log(chance), child, group, d + 1, number))
+    best = sorted(sorted(nodes_by_number, key=lambda number: -nodes_by_number[number][2])[:nodes])
+    slots = {-1: 0, **{number: slot for slot, number in enumerate(best, 1)}}
+    chosen = [(root, -1, 0.0), *map(nodes_by_number.__getitem__, best)]
     device = state.root.device
-    tokens = torch.tensor([[root, *(found[number][0] for number in kept)]], device=device)
-    parents = torch.tensor([[0, *(slots[found[number][1]] for number in kept)]], device=device)
-    scores = torch.tensor([[0.0, *(found[number][2] for number in kept)]], device=device)
-    return Tree(tokens, parents, depth, scores=scores) if kept else replace(chain(tokens), scores=scores)
-
-
-def _scores(matches: Matches, alike: Int[Tensor, "B D K K"]) -> Float[Tensor, "B D K"]:
-    """Log probabilities of each continuation up to each of its tokens; `alike` says which others share it."""
-    length = matches.lengths[:, None] + torch.arange(alike.shape[1], device=alike.device)[:, None]
-    weights = (length.pow(POWER) * matches.worth)[:, :, None]
-    came = F.pad(alike, (0, 0, 0, 0, 1, -1), value=1)  # those alike before this token
-    return ((alike * weights).sum(3) / ((came * weights).sum(3) + DOUBT)).log().cumsum(1)
+    tokens = torch.tensor([[token for token, _, _ in chosen]], device=device)
+    parents = torch.tensor([[slots[number] for _, number, _ in chosen]], device=device)
+    scores = torch.tensor([[score for _, _, score in chosen]], device=device)
+    return Tree(tokens, parents, depth, scores=scores) if best else replace(chain(tokens), scores=scores)

@@ -19,15 +19,15 @@ from slipstream.core.tree_spec import TreeSpec
 class OracleState(State):
     row: Int[Tensor, " B"]
     position: Int[Tensor, " B"]  # of the root
-    round: Int[Tensor, " B"]
+    step: Int[Tensor, " B"]
 
 
 @final
 class TreeOracle(Drafter):
     """Proposes 0, 1, …, `depth` right tokens in turn, each at every sibling rank in turn.
 
-    Every level has `width` siblings under the last right node. The right one's slot changes from round to
-    round, so accepted slots are not contiguous. From depth 2 on, a decoy carries the right token under a
+    Every level has `width` siblings under the last right node. The right one's slot changes from step to
+    step, so accepted slots are not contiguous. From depth 2 on, a decoy carries the right token under a
     wrong parent.
 
     Args:
@@ -52,24 +52,24 @@ class TreeOracle(Drafter):
         state.root = span.root
         state.position = span.start + span.count
         state.row = span.cache.texts
-        state.round = state.round + 1
+        state.step = state.step + 1
 
     def propose(self, state: OracleState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
-        columns = (state.root, state.row, state.position, state.round)
+        columns = (state.root, state.row, state.position, state.step)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)
         device = state.root.device
         return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)
 
-    def _row(self, root: int, row: int, position: int, turn: int) -> tuple[list[int], list[int]]:
+    def _row(self, root: int, row: int, position: int, step: int) -> tuple[list[int], list[int]]:
         tokens, parents = [root], [0]
         parent, decoy = 0, None
-        hit = (turn + row) % (self.depth + 1)
+        hit = (step + row) % (self.depth + 1)
         for depth in range(1, self.depth + 1):
             at = position + depth
             truth = self.texts[row][at] if at < len(self.texts[row]) else PAD
             siblings = [(truth + 1 + i) % self.vocab if truth >= 0 else PAD for i in range(self.width)]
-            rank = (turn // (self.depth + 1) + depth + row) % self.width
+            rank = (step // (self.depth + 1) + depth + row) % self.width
             if depth <= hit:
                 siblings[rank] = truth
             first = len(tokens)

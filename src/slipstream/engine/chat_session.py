@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Messages, Target
-from slipstream.drafters.drafter_cache import kept_drafter
+from slipstream.drafters.drafter_cache import cached_drafter
 from slipstream.engine.answer import Answer
 from slipstream.engine.costs import keep, policy
 from slipstream.engine.generate import LAWS, Generation
@@ -47,7 +47,7 @@ class Talk:
     def draft_with(self, drafter: Named | Drafter) -> None:
         """Take another drafter from now on, which has read nothing yet. Raises ValueError."""
         temperature = Settings.of(self.target, **self.options).sampling.temperature
-        made = drafter if isinstance(drafter, Drafter) else kept_drafter(drafter, self.target, temperature)
+        made = drafter if isinstance(drafter, Drafter) else cached_drafter(drafter, self.target, temperature)
         chooses = policy(self.target, made, 1)
         law = LAWS[made.law]
         self._session = Session(self.target, made, law, policy=chooses, keep=min(KEEP, self.target.window))

@@ -19,7 +19,7 @@ from slipstream.core.grammar import GrammarLimits
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
-from slipstream.drafters.drafter_cache import kept_drafter
+from slipstream.drafters.drafter_cache import cached_drafter
 from slipstream.engine.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.engine.costs import keep, policy
 from slipstream.engine.memory import memory
@@ -310,7 +310,7 @@ class Job:
             texts = min(batch or len(ids), len(ids))
             looks = law in (None, "coupled")  # other laws do not allow drafts that depend on the noise
             temperature = settings.sampling.temperature if looks else 0.0
-            drafter = kept_drafter(drafter, target, temperature, texts)
+            drafter = cached_drafter(drafter, target, temperature, texts)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None:

@@ -1,169 +1,18 @@
-"""Recipes: everything a training run depends on, in one typed YAML file."""
+"""Reads recipes: everything a training run depends on, in one typed YAML file."""
 
-import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
-from slipstream.core.drafter import FINAL
 from slipstream.core.tree_spec import TreeSpec
+from slipstream.drafters.recipe import Recipe
 from slipstream.files import read_text
 from slipstream.methods import METHODS
 from slipstream.provenance import suggested
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Precision = Annotated[  # YAML reads a bare `no` as false
-    Literal["no", "bf16"], BeforeValidator(lambda given: "no" if given is False else given)
-]
-
-
-class Section(BaseModel):
-    """A part of a recipe; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-class Data(Section):
-    """What is learnt from.
-
-    Attributes:
-        files: JSONL (OpenAI messages, ShareGPT, Alpaca, text) or .txt, gzipped or not.
-        max_length: tokens of an example, prompt included.
-        limit: rows per file, taken evenly.
-        greedy: only rows marked as the target's own answers at temperature 0.
-        held_out: prompts kept for the prediction of τ, at most an eighth of the examples.
-        held_out_tokens: length of the target's greedy answers to them.
-    """
-
-    files: list[str] = []
-    max_length: int = Field(default=1024, ge=8)
-    limit: int | None = Field(default=None, ge=1)
-    greedy: bool = False
-    held_out: int = Field(default=32, ge=1)
-    held_out_tokens: int = Field(default=96, ge=8)
-
-
-class Cache(Section):
-    """`disk_gib`: how much of the target's features may be kept on disk; the rest is computed when needed."""
-
-    disk_gib: float = Field(default=8.0, ge=0, le=2**20)
-
-
-class Head(Section):
-    """Settings of every drafter.
-
-    Attributes:
-        draft_vocab: size of the draft vocabulary, the most frequent tokens of the data; 0: all tokens.
-        tree: the drafter's default tree, for which τ is predicted.
-        storage: precision of the weights. "int8" takes half of "bfloat16": each row of a matrix is integers
-            with a scale.
-    """
-
-    draft_vocab: int = Field(default=8192, ge=0, le=2**20)
-    tree: str = "fig9"
-    storage: Literal["bfloat16", "int8"] = "bfloat16"
-
-    @field_validator("tree", mode="before")
-    @classmethod
-    def _paths(cls, tree: Any) -> Any:
-        return json.dumps(tree) if isinstance(tree, list) else tree
-
-    def reads(self, blocks: int) -> tuple[str, ...]:
-        """The taps that the drafter reads of a target of so many blocks. Raises ValueError."""
-        return (FINAL,)
-
-    @property
-    def inner(self) -> int | None:
-        """Width of the MLPs; None: the target's."""
-        return None
-
-    @property
-    def begins_as(self) -> str | None:
-        """Name or directory of a trained head, as which it begins."""
-        return None
-
-    def layers_built(self, width: int) -> tuple[int, int]:
-        """How many layers the drafter has and how wide they are, for a target of that width."""
-        return 1, width
-
-
-class Loss(Section):
-    """Settings of every loss; `hard`: labels are the text's own tokens, not the target's laws."""
-
-    hard: bool = False
-
-
-class Optimizer(Section):
-    """AdamW, with a rate that rises linearly and falls as a cosine.
-
-    Attributes:
-        lr: the largest rate.
-        clip: bound of the gradient's norm.
-        warmup: share of the steps over which the rate rises.
-        floor: the last rate, over `lr`.
-    """
-
-    lr: float = Field(default=1e-3, gt=0, le=1)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float = Field(default=0.5, gt=0)
-    warmup: float = Field(default=0.03, ge=0, le=1)
-    floor: float = Field(default=0.05, ge=0, le=1)
-
-
-class Schedule(Section):
-    """How long, how much at once, how often to evaluate.
-
-    Attributes:
-        batch_tokens: padded tokens of a batch, per process.
-        evaluate_every, save_every: steps.
-        precision: "no" (float32) or "bf16", as Accelerate's mixed_precision.
-    """
-
-    epochs: float = Field(default=1.0, gt=0, le=1e6)
-    batch_tokens: int = Field(default=2048, ge=64)
-    evaluate_every: int = Field(default=100, ge=1)
-    save_every: int = Field(default=50, ge=1)
-    precision: Precision = "no"
-    seed: int = Field(default=0, ge=-(2**63), lt=2**63)  # what torch takes
-
-
-class Recipe(Section):
-    """All settings of one run; each method has its own class. `stages` override sections one after another;
-    each stage begins with the weights of the one before."""
-
-    method: str
-    data: Data = Data()
-    features: Cache = Cache()
-    head: Head = Head()
-    loss: Loss = Loss()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    stages: list[dict[Literal["data", "loss", "optimizer", "schedule"], dict[str, Any]]] = []
-
-    @classmethod
-    def section(cls, name: str) -> type[Section]:
-        """The class of a section."""
-        kind: Any = cls.model_fields[name].annotation
-        return kind
-
-    def staged(self) -> list["Recipe"]:
-        """One recipe without stages for each stage. Raises ValueError for stages of several precisions."""
-        base = self.model_dump(exclude={"stages"})
-        merged = [{name: {**base[name], **stage[name]} for name in stage} for stage in self.stages or [{}]]
-        staged = [self.model_validate({**base, **sections}) for sections in merged]
-        own = self.schedule.precision
-        if others := {stage.schedule.precision for stage in staged} - {own}:
-            raise ValueError(
-                f"a stage has schedule.precision={others.pop()}, and the run {own}: all stages share one, so "
-                "give it outside of stages"
-            )
-        return staged
-
 
 # Recipes once had every setting for every method, most of them without effect. A setting that the method does
 # not read is dropped at its defaults of then, and at any value where a run wrote the recipe with all of them.

@@ -13,13 +13,14 @@ from rich.progress import Progress
 from rich.text import Text
 
 from slipstream.core.target import Target
+from slipstream.drafters.recipe import Data, Recipe
 from slipstream.files import Paths, several, written_to
 from slipstream.plotting import picture
 from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import load_examples
-from slipstream.training.recipe import Data, Recipe, load_recipe
+from slipstream.training.recipe import load_recipe
 from slipstream.training.trainer import LOG, RECIPE, Evaluation, Filling, StepFigures, Trainer
 
 LEARNT, READ = "black on green", "dim"

@@ -23,8 +23,10 @@ from torch.nn.attention import sdpa_kernel
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.directories import RUN, RUN_MARK, claimed
+from slipstream.drafters.objective import Batch, Objective, coverage
+from slipstream.drafters.recipe import Data, Optimizer, Recipe
 from slipstream.drafters.store import find_drafter, save_drafter
-from slipstream.engine.replay import Prediction, record
+from slipstream.engine.replay import Prediction, decoded, predict, record
 from slipstream.files import replacing, understood
 from slipstream.machine import memory_kept
 from slipstream.methods import METHODS
@@ -32,8 +34,6 @@ from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.batch_generation import BACKENDS
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
-from slipstream.training.objective import Batch, Objective, coverage
-from slipstream.training.recipe import Data, Optimizer, Recipe
 from slipstream.training.resume import read_checkpoint, write_checkpoint
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
@@ -130,7 +130,7 @@ class Trainer:
             yield
             return
         directory, continues = self._directory, self._resume or self._force
-        start = self.recipe.head.begins_as
+        start = getattr(self.recipe.head, "start", None)
         begun_as = [] if start is None else [find_drafter(start, self.target)]
         with claimed(directory, ("train",), continues, [self.target.source, *begun_as]):
             begun, drafts = (self.home / STATE).exists(), (self.home / "config.json").exists()
@@ -322,7 +322,7 @@ class Trainer:
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
-        prediction = self.objective.judge(drafter, self.recorded)
+        prediction = self.judge(drafter)
         acceptance = [round(a, 4) for a in prediction.acceptance]
         place = (progress.stage, progress.step, progress.trained, loss)
         progress.history.append(Evaluation(*place, round(prediction.tau, 4), acceptance))
@@ -337,6 +337,10 @@ class Trainer:
             tensors |= self.objective.weights(storage)  # the drafter's were rounded to the target's precision
             about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), None)
             save_drafter(self.home, *about, force=True)
+
+    def judge(self, drafter: Any) -> Prediction:
+        """τ on the held-out texts: by decoding where the objective makes passes that no record holds."""
+        return (predict if self.objective.reads_features else decoded)(drafter, self.recorded)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
         progress = self.progress

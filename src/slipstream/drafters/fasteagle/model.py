@@ -3,6 +3,7 @@ leaves open are named here, and docs/fasteagle.md gives figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -12,11 +13,9 @@ from torch import Tensor, nn
 
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Span
-from slipstream.core.target import Target
-from slipstream.core.tree_spec import TreeSpec
-from slipstream.drafters.eagle import EagleHead
+from slipstream.drafters.eagle.model import EagleHead
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
-from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
+from slipstream.drafters.layers import Attend, DecoderLayer, Positions, Rows, attend_cache
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 from slipstream.kernels.compiled import compiled, freed
 
@@ -40,9 +39,9 @@ class FastEagleConfig(HeadConfig):
     draft_vocab_size: int = 0
 
 
-class Above(nn.Module):
-    """What a drafted token says of the one behind it: logits of low rank, which are added to those of the
-    depth. They cost a product with r columns of Vd rows, where the LM head has H."""
+class TokenTerm(nn.Module):
+    """Logits of low rank that a drafted token adds to those of the depth behind it. They cost a product with
+    r columns of Vd rows, where the LM head has H."""
 
     def __init__(self, config: FastEagleConfig) -> None:
         super().__init__()
@@ -51,11 +50,9 @@ class Above(nn.Module):
         self.up_proj = nn.Linear(2 * H, r, bias=False)
         self.lm_head = nn.Linear(r, config.draft_vocab_size, bias=False)
 
-    def forward(
-        self, hidden: Float[Tensor, "*n H"], embedded: Float[Tensor, "*n H"]
-    ) -> Float[Tensor, "*n Vd"]:
+    def forward(self, hidden: Float[Tensor, "*n H"], above: Float[Tensor, "*n H"]) -> Float[Tensor, "*n Vd"]:
         """Of the depth's state and the embedding of the token above."""
-        x = torch.cat([hidden, embedded], -1)
+        x = torch.cat([hidden, above], -1)
         return self.lm_head(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     @torch.no_grad()
@@ -77,13 +74,13 @@ class FastEagleHead(Head):
         self.fuse = nn.Linear(len(config.taps) * H, H, bias=False)
         self.fc = nn.Linear(2 * H, H, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm) for _ in range(config.depth)])
-        self.above = Above(config) if config.rank else None
+        self.above = TokenTerm(config) if config.rank else None
 
     def forward(
         self,
-        embedded: Float[Tensor, "B T H"],
+        embedded: Rows,
         features: Float[Tensor, "B T F"],
-        positions: Int[Tensor, "#B T"],
+        positions: Positions,
         attends: Sequence[Attend],
     ) -> Float[Tensor, "B T N H"]:
         """Row i reads (g_i, embedding of t_{i+1}) at position i and predicts f_{i+1} … f_{i+N}, which the
@@ -130,7 +127,6 @@ class FastEagleHead(Head):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Fold the scales of the training inputs into the weights, so that plain inputs are read."""
         H = self.config.hidden_size
         self.fuse.weight *= taps.repeat_interleave(H)
         self.fc.weight[:, H:] *= embedding
@@ -151,18 +147,6 @@ class FastEagle(ParallelDrafter):
 
     method, module, reach = "fasteagle", FastEagleHead, NEAR
 
-    def __init__(
-        self,
-        head: FastEagleHead,
-        target: Target,
-        vocab: Int[Tensor, " Vd"] | None = None,
-        tree: str | TreeSpec = "fig9",
-        proposal: str = "top-k",
-    ) -> None:
-        super().__init__(head, target, vocab, tree, proposal)
-        if head.above is not None and self.compiles:
-            self._compiled_above = compiled(self._above, target.device)
-
     def start(self, batch: int, device: torch.device) -> FastEagleState:
         cache = self.new_cache(self.drafted, batch)
         return FastEagleState(**vars(super().start(batch, device)), cache=cache)
@@ -172,9 +156,7 @@ class FastEagle(ParallelDrafter):
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.compiles)
         states = self.read(span.nexts, span.features, positions, attends=attends)
         state.cache.follow(span.cache, span.count)
-        state.hidden = span.last(states)
-        state.root = span.root
-        state.length = span.start + span.count
+        state.hidden, state.root, state.length = span.last(states), span.root, span.start + span.count
 
     def _read(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
@@ -188,7 +170,7 @@ class FastEagle(ParallelDrafter):
     def behind(
         self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]
     ) -> Float[Tensor, "B F1 Vd"]:
-        if self.head.above is None:
+        if self.one_law:
             return scores
         hidden = hidden.repeat(1, tokens.shape[1], 1)
         if self.compiles:
@@ -197,3 +179,7 @@ class FastEagle(ParallelDrafter):
 
     def _above(self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
         return self.head.above(hidden, self.target.embed(tokens))
+
+    @cached_property
+    def _compiled_above(self) -> Any:
+        return compiled(self._above, self.target.device)

@@ -8,22 +8,18 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
+from slipstream.drafters.draft_model.objective import DraftModelObjective
 from slipstream.drafters.eagle import INPUTS
+from slipstream.drafters.eagle.objective import EagleObjective, EagleRecipe, Unrolled
+from slipstream.drafters.eagle3.objective import Eagle3Objective, Eagle3Recipe
+from slipstream.drafters.fasteagle.objective import FastEagleObjective, FastEagleRecipe
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
 from slipstream.drafters.store import save_drafter
 from slipstream.targets import HFTarget
 from slipstream.training.data import Example
-from slipstream.training.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
-from slipstream.training.objectives import (
-    DistillObjective,
-    Eagle3Objective,
-    EagleObjective,
-    FastEagleObjective,
-    Unrolled,
-)
 from slipstream.training.recipe import load_recipe
-from slipstream.training.recipes import Eagle3Recipe, EagleRecipe, FastEagleRecipe
 
 
 @pytest.fixture
@@ -267,7 +263,7 @@ def test_the_draft_vocabulary_is_what_is_said_most():
         5,
         7,
         9,
-    ]  # filled up: the shape does not depend on the data
+    ]  # filled up: the spec does not depend on the data
     assert frequent(examples, 0, 64) is None
 
 
@@ -324,7 +320,7 @@ def test_a_part_is_trained_on_what_it_drafts_with(family):
     example = Example(text[0].tolist(), [True] * 11)
     f = target.features(text.tolist(), ["final"])
     recipe = load_recipe(None, method="draft-model", head={"blocks": [1], "draft_vocab": 40})
-    objective = DistillObjective.begin(recipe, target, [example], f[0])
+    objective = DraftModelObjective.begin(recipe, target, [example], f[0])
     batch = Batch.collate([example], [f[0]], "cpu")
     loss, _ = objective(batch, recipe.loss, torch.Generator())
     drafter = objective.drafter("chain-2", torch.float64)

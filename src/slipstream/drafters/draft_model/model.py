@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from slipstream.core.device import is_host
@@ -19,7 +19,7 @@ from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, TreeLayout, chain
 from slipstream.core.tree_spec import DEEPEST, TreeSpec
-from slipstream.drafters.proposer import Draft, Proposer
+from slipstream.drafters.proposer import Draft, Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.provenance import suggested
 from slipstream.targets import load_target
@@ -32,28 +32,26 @@ class DraftModelState(State):
 
 
 @dataclass(frozen=True)
-class PartConfig:
+class LayerSubsetConfig:
     """Which of the target's blocks."""
 
     blocks: tuple[int, ...]
     taps: tuple[str, ...] = ()
 
 
-class Part(nn.Module):
+class LayerSubset(nn.Module):
     """The weights of a draft model of some of the target's blocks: copies of these and of the last norm. It
     uses the target's embedding and LM head, for the tokens of `vocab`. Raises ValueError if there is no such
     block."""
 
-    def __init__(
-        self, blocks: tuple[int, ...], target: Target, vocab: Int[Tensor, " Vd"] | None = None
-    ) -> None:
+    def __init__(self, blocks: tuple[int, ...], target: Target, vocab: Vocab | None = None) -> None:
         super().__init__()
-        self.config = PartConfig(tuple(sorted(set(blocks))))
+        self.config = LayerSubsetConfig(tuple(sorted(set(blocks))))
         self.model = target.part(self.config.blocks, own=True, vocab=vocab)
         for name, module in self.model.trunk().items():
             self.add_module(name, module)
 
-    def fill(self, tensors: dict[str, Tensor]) -> "Part":
+    def fill(self, tensors: dict[str, Tensor]) -> "LayerSubset":
         """Load trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
         fitted = {name: t.to(self.model.device, self.model.dtype) for name, t in tensors.items()}
         load_weights(self, fitted, "this draft model")
@@ -87,16 +85,16 @@ class DraftModel(Proposer):
         target: Target,
         tree: str | TreeSpec = "chain-5",
         proposal: str = "top-k",
-        vocab: Int[Tensor, " Vd"] | None = None,
-        part: Part | None = None,
+        vocab: Vocab | None = None,
+        part: LayerSubset | None = None,
     ) -> None:
         if model.text is not None and target.text is not None and model.text is not target.text:
-            mine, theirs = model.text.vocabulary, target.text.vocabulary
-            if mine != theirs:
-                one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
+            own, wanted = model.text.vocabulary, target.text.vocabulary
+            if own != wanted:
+                differing = min(own.items() ^ wanted.items())
                 raise ValueError(
-                    f"draft model {model.name} reads other tokens than the target ({len(mine)} against "
-                    f"{len(theirs)}; {one[0]!r} is not the same): take one of the target's tokenizer"
+                    f"draft model {model.name} reads other tokens than the target ({len(own)} against "
+                    f"{len(wanted)}; {differing[0]!r} is not the same): take one of the target's tokenizer"
                 )
         ids = torch.arange(min(model.vocab, target.vocab)) if vocab is None else vocab
         self.model, self.part = model, part
@@ -110,8 +108,7 @@ class DraftModel(Proposer):
         another one: int8, int4 or none. Raises ValueError."""
         kind = None if quantize == "none" else quantize or target.quantize
         place = target.dtype_name, str(target.device), target.compiles
-        loaded = load_target(model, *place, quantize=kind)
-        return cls(loaded, target, tree, proposal)
+        return cls(load_target(model, *place, quantize=kind), target, tree, proposal)
 
     @classmethod
     def of_itself(
@@ -127,7 +124,7 @@ class DraftModel(Proposer):
                 f"`{suggested('tune --drafter self-speculative')}` find and keep them"
             )
         for part in skip.split(","):
-            first, _, last = (each.strip() for each in part.partition("-"))
+            first, _, last = (word.strip() for word in part.partition("-"))
             last = last or first
             if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
                 raise ValueError(
@@ -149,7 +146,7 @@ class DraftModel(Proposer):
         tensors = dict(tensors)
         vocab = tensors.pop(VOCAB, None)
         try:
-            part, tree = Part(tuple(config["blocks"]), target, vocab), config["tree"]
+            part, tree = LayerSubset(tuple(config["blocks"]), target, vocab), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this draft model is not complete: {error}") from error
         return cls(part.fill(tensors).model, target, vocab=vocab, part=part, **{"tree": tree, **options})
@@ -175,7 +172,7 @@ class DraftModel(Proposer):
         host = is_host(begins)
         if host and not bool(begins.any()):
             tokens = tokens[:, :-1]
-        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured round takes all logits: its shape is fixed
+        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured step takes all logits: its spec is fixed
         last = (count - 1).clamp(min=0)[:, None]
         logits = self.model(chain(tokens), state.cache, rows=last if alone else None).logits
         state.cache.follow(span.cache, count, ahead=1)

@@ -18,6 +18,7 @@ from slipstream.core.tree_builders import Path
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
+from slipstream.drafters.proposer import Vocab
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Bita(ParallelDrafter):
         self,
         head: BitaHead,
         target: Target,
-        vocab: Int[Tensor, " Vd"] | None = None,
+        vocab: Vocab | None = None,
         tree: str | TreeSpec = "backbone-3x5",
         proposal: str = "top-k",
         hosts: int = 4,
@@ -125,10 +126,11 @@ class Bita(ParallelDrafter):
         tree = super().propose(state, sampler, spec)
         known = tree.layout().depths <= state.known[:, None]
         tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
-        if spec.paths:
-            hosts = static_hosts(spec.paths, self.hosts, known.device)
-        else:
-            hosts = likeliest_ends(tree, self.hosts or spec.nodes)
+        hosts = (
+            static_hosts(spec.paths, self.hosts, known.device)
+            if spec.paths
+            else likeliest_ends(tree, self.hosts or spec.nodes)
+        )
         return replace(tree, probes=Probes(masks, hosts))
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:

@@ -48,14 +48,12 @@ class MedusaHead(Head):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        self.config = config
-        H = config.hidden_size
+        self.config, self.own_lm_head, H = config, not config.shared, config.hidden_size
         blocks = [[nn.Linear(H, H, config.bias) for _ in range(config.layers)] for _ in range(config.depth)]
         self.blocks: Any = nn.ModuleList(map(nn.ModuleList, blocks))
-        self.own_lm_head = not config.shared
-        own = config.depth if self.own_lm_head else 0
+        lm_heads = config.depth if self.own_lm_head else 0
         self.lm_heads: Any = nn.ModuleList(
-            [nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(own)]
+            [nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(lm_heads)]
         )
 
     def forward(self, features: Float[Tensor, "B T H"], depth: int | None = None) -> Float[Tensor, "B T N H"]:
@@ -93,9 +91,8 @@ class Medusa(ParallelDrafter):
     def update(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
-        state.hidden = self.read(last, more=(state.hidden.shape[1],))[:, 0]
-        state.root = span.root
-        state.length = span.start + span.count
+        hidden = self.read(last, more=(state.hidden.shape[1],))[:, 0]
+        state.hidden, state.root, state.length = hidden, span.root, span.start + span.count
 
     def _read(self, features: Float[Tensor, "B 1 H"], depth: int) -> Float[Tensor, "B 1 N H"]:
         return self.head(features, depth)

@@ -24,8 +24,10 @@ from slipstream.drafters.layers import (
     Attend,
     Attention,
     OneCall,
+    Positions,
     Rope,
-    Seen,
+    Rows,
+    Visible,
     attend_cache,
     attended,
     first_slots,
@@ -35,7 +37,8 @@ from slipstream.drafters.proposer import Draft
 from slipstream.kernels.compiled import freed
 
 # The target's keys and values of one block, and which of them each row sees.
-Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]
+Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
+Glimpses = Sequence[Glimpse | None]  # of each layer
 
 
 @dataclass(frozen=True)
@@ -87,18 +90,17 @@ class CrossAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "B T d"], positions: Int[Tensor, "#B T"], glimpse: Glimpse) -> Tensor:
+    def forward(self, x: Rows, positions: Positions, glimpse: Glimpse) -> Rows:
         """Rows of x attend to the keys and values that the glimpse's mask shows them."""
-        key, value, seen = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        return self.o_proj(attended(self.rotated(q, positions), key, value, seen).flatten(2))
+        return self.o_proj(attended(self.rotated(q, positions), *glimpse).flatten(2))
 
-    def rotated(self, q: Float[Tensor, "B A T D"], positions: Int[Tensor, "#B T"]) -> Tensor:
+    def rotated(self, q: Float[Tensor, "B A T D"], positions: Positions) -> Tensor:
         """Queries at their positions."""
         if not (rotated := 2 * len(self.rope.frequencies)):
             return q
         turned = rotate(q[..., :rotated], *self.rope(positions, q.dtype))
-        return torch.cat([paired(turned) if self.config.target_pairs else turned, q[..., rotated:]], -1)
+        return torch.cat([interleaved(turned) if self.config.target_pairs else turned, q[..., rotated:]], -1)
 
 
 class GlideLayer(nn.Module):
@@ -114,18 +116,15 @@ class GlideLayer(nn.Module):
         self.attention_call = OneCall(config, self.self_attn, self.input_layernorm)
         self.mlp_call = OneCall(config, mlp=self.mlp, second=self.post_attention_layernorm)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None
-    ) -> Float[Tensor, "B T d"]:
-        """One layer."""
+    def forward(self, x: Rows, positions: Positions, attend: Attend, glimpse: Glimpse | None) -> Rows:
         rotary = self.self_attn.rope(positions, x.dtype)
         if (read := self.attention_call(x, rotary, attend)) is None:
             read = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         if glimpse is not None:
             read = read + self.cross_attn(self.cross_layernorm(read), positions, glimpse)
-        if (said := self.mlp_call(read)) is None:
-            said = read + self.mlp(self.post_attention_layernorm(read))
-        return said
+        if (out := self.mlp_call(read)) is None:
+            out = read + self.mlp(self.post_attention_layernorm(read))
+        return out
 
 
 class GlideHead(Head):
@@ -145,12 +144,8 @@ class GlideHead(Head):
         self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None
 
     def forward(
-        self,
-        embedded: Float[Tensor, "B T H"],
-        positions: Int[Tensor, "#B T"],
-        attends: Sequence[Attend],
-        glimpses: Sequence[Glimpse | None],
-    ) -> Float[Tensor, "B T H"]:
+        self, embedded: Rows, positions: Positions, attends: Sequence[Attend], glimpses: Glimpses
+    ) -> Rows:
         """Row i reads t_{i+1} at position i+1, and its state gives the LM head's prediction of t_{i+2}."""
         x = self.inward(embedded)
         for layer, attend, glimpse in zip(self.layers, attends, glimpses, strict=True):
@@ -174,8 +169,7 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Fold the embeddings' scale into the weights, so that plain ones are read. Caches have no scale."""
-        if not self.own_lm_head:
+        if not self.own_lm_head:  # caches have no scale
             self.inward.weight *= embedding
 
 
@@ -191,7 +185,7 @@ class Glide(HeadDrafter):
     """Drafts with a `GlideHead`. It has keys and values of its own, and sees the target's up to the last
     pass: the i-th drafted token is i positions ahead of them."""
 
-    method, module, blind = "glide", GlideHead, True
+    method, module, taps_optional = "glide", GlideHead, True
 
     @property
     def lead(self) -> int:
@@ -213,17 +207,16 @@ class Glide(HeadDrafter):
             parts = span.features.chunk(len(self.taps), -1)
             D = self.head.config.target_head_dim
             for i, (part, attend) in enumerate(zip(parts, attends, strict=True)):
-                glimpses[i] = _freed(*attend(*apart(part, D)))
+                glimpses[i] = _freed(*attend(*split_kv(part, D)))
             state.seen.follow(span.cache, span.count)
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
-            self._begin(span, state)
+            self._read_first_token(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.compiles)
         states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
         state.cache.follow(span.cache, span.count, self.lead)
-        state.hidden = span.last(states)
-        state.root = span.root
+        state.hidden, state.root = span.last(states), span.root
 
-    def _begin(self, span: Span, state: GlideState) -> None:
+    def _read_first_token(self, span: Span, state: GlideState) -> None:
         """Read the first token of each text that begins here. It sees itself, in the target's cache too."""
         new = (state.cache.lengths == 0) & (span.count > 0)
         if is_host(new) and not new.any():
@@ -253,9 +246,7 @@ class Glide(HeadDrafter):
         slots = first_slots(seen, count)
         return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
 
-    def _read(
-        self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
-    ) -> Float[Tensor, "B T H"]:
+    def _read(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Glimpses) -> Rows:
         own = self.head.embed_tokens
         return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
 
@@ -265,8 +256,8 @@ def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
     return freed(keys, 0, 2), freed(values, 0, 2), freed(seen, 0, 2, 3)
 
 
-def paired(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-    """What was rotated by halves, as those lie who rotate neighbours: 0, D/2, 1, D/2 + 1, …"""
+def interleaved(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    """What was rotated by halves, in the order of those who rotate neighbours: 0, D/2, 1, D/2 + 1, …"""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
@@ -276,15 +267,15 @@ def rotates_pairs(target: Target) -> bool:
     if not (about := target.rope(0))[0]:
         return False
     features = target.features([[target.vocab // 2] * 16], (f"{CACHE}0",))[0]
-    key = apart(features[None].double(), target.sizes.head_dim)[0][..., : 2 * len(about[0])]
+    key = split_kv(features[None].double(), target.sizes.head_dim)[0][..., : 2 * len(about[0])]
     halves = Rope(*about)(torch.arange(16, device=key.device)[None], key.dtype)
     first = key[:, :, :1].expand_as(key) / about[1]
     by_halves = rotate(first, *halves)
-    by_pairs = paired(rotate(first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *halves))
+    by_pairs = interleaved(rotate(first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *halves))
     return bool((by_pairs - key).norm() < (by_halves - key).norm())
 
 
-def apart(
+def split_kv(
     cached: Float[Tensor, "B T W"], head_dim: int
 ) -> tuple[Float[Tensor, "B heads T D"], Float[Tensor, "B heads T D"]]:
     """Keys and values from a tap of a cache."""

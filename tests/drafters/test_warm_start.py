@@ -5,11 +5,13 @@ import torch
 
 import tiny
 from slipstream.drafters.eagle import EagleConfig, EagleHead
+from slipstream.drafters.eagle.objective import EagleObjective
+from slipstream.drafters.eagle3.objective import Eagle3Objective
+from slipstream.drafters.fasteagle.objective import FastEagleObjective
 from slipstream.drafters.heads import layer_sizes
+from slipstream.drafters.objective import Objective
 from slipstream.drafters.store import read_drafter, restored, save_drafter, stored
 from slipstream.training.data import Example
-from slipstream.training.objective import Objective
-from slipstream.training.objectives import Eagle3Objective, EagleObjective, FastEagleObjective
 from slipstream.training.recipe import load_recipe
 
 OBJECTIVES = {"eagle": EagleObjective, "eagle3": Eagle3Objective, "fasteagle": FastEagleObjective}

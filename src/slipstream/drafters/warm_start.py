@@ -15,7 +15,7 @@ from slipstream.files import understood
 
 
 @dataclass(frozen=True)
-class Start:
+class WarmStart:
     """A trained head, in float32.
 
     Attributes:
@@ -29,7 +29,7 @@ class Start:
     vocab: Int[Tensor, " Vd"] | None
 
     @classmethod
-    def read(cls, name: str, target: Target, draft_vocab: int) -> "Start":
+    def read(cls, name: str, target: Target, draft_vocab: int) -> "WarmStart":
         """From weights as they are stored. Raises ValueError if there are none, or if the size of their draft
         vocabulary is not `draft_vocab` (0: all tokens)."""
         config, tensors = read_drafter(find_drafter(name, target), target)
@@ -57,11 +57,11 @@ class Start:
         theirs, ours = asdict(own), asdict(config)
         if wrong := [f"{key} {theirs[key]}, not {ours[key]}" for key in ours if theirs[key] != ours[key]]:
             raise ValueError(f"head.start={self.name!r} has other sizes than this recipe: {'; '.join(wrong)}")
-        return self.unscaled(self.head, gains)
+        return unscaled(self.head, gains)
 
-    @staticmethod
-    def unscaled(head: Any, gains: Float[Tensor, " taps1"]) -> Any:
-        """The head, which reads plain inputs, made to say the same of inputs that are scaled by `gains`."""
-        with torch.no_grad():
-            head.scale_inputs(1 / gains[0], 1 / gains[1:])
-        return head.requires_grad_()
+
+def unscaled(head: Any, gains: Float[Tensor, " taps1"]) -> Any:
+    """The head, which reads plain inputs, changed to give the same for inputs that are scaled by `gains`."""
+    with torch.no_grad():
+        head.scale_inputs(1 / gains[0], 1 / gains[1:])
+    return head.requires_grad_()

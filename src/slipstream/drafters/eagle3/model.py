@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from slipstream.drafters.heads import HeadConfig, copying, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, OneCall
-from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
+from slipstream.drafters.eagle.model import RecursiveDrafter
+from slipstream.drafters.heads import Head, HeadConfig, copying, randomise
+from slipstream.drafters.layers import MLP, Attend, Attention, OneCall, Positions, Rows
 
 
 @dataclass(frozen=True)
@@ -47,46 +47,40 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
             nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
-        self.self_attn = Attention(config, inputs=2)
-        self.mlp = MLP(config)
+        self.self_attn, self.mlp = Attention(config, inputs=2), MLP(config)
         self.norm_before_residual = config.norm_before_residual
         self.one_call = OneCall(config, self.self_attn, None, self.mlp, self.post_attention_layernorm)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
-    ) -> Float[Tensor, "B T H"]:
-        """One layer."""
+    def forward(self, embedded: Rows, hidden: Rows, positions: Positions, attend: Attend) -> Rows:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
         rotary = self.self_attn.rope(positions, x.dtype)
-        if (said := self.one_call(residual, rotary, attend, x)) is not None:
-            return said
+        if (out := self.one_call(residual, rotary, attend, x)) is not None:
+            return out
         x = residual + self.self_attn(x, rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Head(RecursiveHead):
+class Eagle3Head(Head):
     """EAGLE-3's draft model, with the tensor names of public checkpoints."""
 
-    sizes, own_lm_head = Eagle3Config, True
+    sizes, own_lm_head, shifted = Eagle3Config, True, True
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config, H, taps = config, config.hidden_size, len(config.taps)
-        wide, eps = config.target_hidden_size or H, config.rms_norm_eps
-        if config.vocab_size:
-            self.embed_tokens = nn.Embedding(config.vocab_size, H)
-        self.input_norm: nn.Module = nn.RMSNorm(taps * wide, eps) if config.norm_before_fc else nn.Identity()
-        self.fc_norm: Any = (
-            nn.ModuleList([nn.RMSNorm(wide, eps) for _ in range(taps)]) if config.fc_norm else None
-        )
-        self.fc = nn.Linear(taps * wide, H, bias=False)
+        width, eps = config.target_hidden_size or H, config.rms_norm_eps
+        self.embed_tokens: Any = nn.Embedding(config.vocab_size, H) if config.vocab_size else None
+        self.input_norm: nn.Module = nn.RMSNorm(taps * width, eps) if config.norm_before_fc else nn.Identity()
+        norms = nn.ModuleList([nn.RMSNorm(width, eps) for _ in range(taps)])
+        self.fc_norm: Any = norms if config.fc_norm else None
+        self.fc = nn.Linear(taps * width, H, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
 
-    def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
+    def fuse(self, features: Float[Tensor, "B T F"]) -> Rows:
         """Combine the target's states into one. The head's own state does not pass through this."""
         features = self.input_norm(features)
         if self.fc_norm is not None:
@@ -94,13 +88,7 @@ class Eagle3Head(RecursiveHead):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features)
 
-    def forward(
-        self,
-        embedded: Float[Tensor, "B T H"],
-        hidden: Float[Tensor, "B T H"],
-        positions: Int[Tensor, "#B T"],
-        attend: Attend,
-    ) -> Float[Tensor, "B T H"]:
+    def forward(self, embedded: Rows, hidden: Rows, positions: Positions, attend: Attend) -> Rows:
         """The next states, normed if `norm_output`: row i reads (embedding of t_{i+1}, h_i) at position i."""
         states = self.midlayer(embedded, hidden, positions, attend)
         return self.norm(states) if self.config.norm_output else states
@@ -124,8 +112,7 @@ class Eagle3Head(RecursiveHead):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Fold the taps' scales into the weights, so that plain taps are read. Embeddings are normed."""
-        self.fc.weight *= taps.repeat_interleave(self.config.hidden_size)
+        self.fc.weight *= taps.repeat_interleave(self.config.hidden_size)  # embeddings are normed
 
 
 @final

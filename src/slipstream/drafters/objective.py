@@ -17,25 +17,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
-from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.heads import HeadDrafter, layer_sizes
+from slipstream.drafters.heads import layer_sizes
+from slipstream.drafters.recipe import HeadSettings, Recipe
 from slipstream.drafters.store import restored, stored
-from slipstream.engine.replay import Prediction, predict
-from slipstream.targets.recorded import RecordedTarget
-from slipstream.training.data import Example
-from slipstream.training.recipe import Head, Recipe
-from slipstream.training.warm_start import Start
+from slipstream.drafters.warm_start import WarmStart
 
-ROWS = 32  # of logits, whose laws are looked at together
-SMALL = 2**27  # weights that a head may have whatever its target
+ROWS = 32  # of logits that are taken together
+SMALL = 2**27  # weights that a head may have for any target
+Example = Any  # of `training.data`: its `tokens`, and `loss`, which of them are learnt
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
 Steps = Iterator[Float[Tensor, "B T H"]]
+Logits = Float[Tensor, "n Vd"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to say f_{i+1}, which predicts t_{i+2}.
+    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to predict f_{i+1}, which gives t_{i+2}.
 
     Attributes:
         features: f_0 … f_T, noise not yet added; of several taps, what the LM head reads comes last.
@@ -51,7 +49,7 @@ class Batch:
     def collate(
         cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ F"]], device: Any
     ) -> "Batch":
-        """Right-padded; padding counts for nothing, and causality keeps it out of sight."""
+        """Right-padded. Padding does not count, and no real token attends to it."""
         tokens = pad_sequence([torch.tensor(e.tokens) for e in examples], batch_first=True)
         counts = pad_sequence([torch.tensor(e.loss[2:]) for e in examples], batch_first=True)
         read = pad_sequence([f[:-1] for f in features], batch_first=True)
@@ -61,14 +59,12 @@ class Batch:
 class LossOfLaw(torch.autograd.Function):
     """token · soft cross-entropy + acceptance · −log Σ min(p, q) of each row, where q = softmax(logits).
 
-    On a CPU rows are taken a few at a time, and their gradient is made at once: what lies between logits and
-    loss stays in a core's cache. Of all rows together it is several times what the logits are.
+    On a CPU a few rows are taken at a time, with their gradient at once, so that the values between logits
+    and loss stay in a core's cache. For all rows together they are several times as large as the logits.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Float[Tensor, "n Vd"], p: Float[Tensor, "n Vd"], token: float, acceptance: float
-    ) -> Float[Tensor, " n"]:
+    def forward(ctx: Any, logits: Logits, p: Logits, token: float, acceptance: float) -> Float[Tensor, " n"]:
         losses, gradients = logits.new_empty(len(logits)), torch.empty_like(logits)
         rows = ROWS if logits.device.type == "cpu" else len(logits)  # a GPU's time would go into launches
         parts = (x.split(rows) for x in (logits, p, losses, gradients))
@@ -92,11 +88,11 @@ class LossOfLaw(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of `Objective.new`.
+class NewHead:
+    """What `Objective.new` makes a head from.
 
     Attributes:
-        recipe: the section `head` of the method's recipe.
+        settings: the section `head` of the method's recipe.
         sizes: of a layer, and the taps.
         lm_head: the target's over the draft vocabulary, of `vocab` tokens, float32.
         states: some of each recorded tap, the final ones last.
@@ -104,7 +100,7 @@ class Given:
         start: of `head.start`.
     """
 
-    recipe: Any
+    settings: Any
     sizes: dict[str, Any]
     lm_head: nn.Module
     vocab: int
@@ -112,10 +108,10 @@ class Given:
     gains: Float[Tensor, " taps1"]
     target: Target
     generator: torch.Generator
-    start: Start | None
+    start: WarmStart | None
 
     def check_cache(self) -> None:
-        """Raise ValueError where keys and values are of other sizes than the configuration says."""
+        """Raise ValueError where keys and values have other sizes than the configuration names."""
         wanted = 2 * self.sizes["num_key_value_heads"] * self.sizes["head_dim"]
         if (width := self.target.widths([f"{CACHE}0"])[0]) != wanted:
             raise ValueError(
@@ -129,8 +125,8 @@ class Objective(nn.Module):
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
     Adam moves every weight by about the learning rate, so a head would need thousands of steps to learn from
-    embeddings. It is trained on inputs scaled to the size of the final state, and `drafter` folds the scales
-    into its weights.
+    embeddings. A head is therefore trained on inputs scaled to the size of the final state, and `drafter`
+    folds the scales into its weights.
 
     Args:
         target: its embedding and LM head are read, and stay as they are.
@@ -144,15 +140,15 @@ class Objective(nn.Module):
 
     def __init__(
         self,
-        head: nn.Module,
+        head: Any,
         target: Target,
         vocab: Int[Tensor, " Vd"] | None,
         gains: Float[Tensor, " taps1"] | None = None,
     ) -> None:
         super().__init__()
-        taps = len(head.config.taps)  # type: ignore[union-attr, arg-type]
-        self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
-        self.head: Any = head
+        gains = torch.ones(1 + len(head.config.taps)) if gains is None else gains.float().cpu()
+        self.register_buffer("gains", gains)
+        self.head = head
         self._target = target  # plain attributes: neither trained nor saved
         self.take_vocab(vocab)
 
@@ -166,34 +162,27 @@ class Objective(nn.Module):
         cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
     ) -> "Objective":
         """An untrained head for this target. Some features show how large they are."""
-        size, begins_as = recipe.head.draft_vocab, recipe.head.begins_as
-        start = None if begins_as is None else Start.read(begins_as, target, size)
-        vocab = frequent(examples, size, target.vocab) if start is None else start.vocab
-        sizes = layer_sizes(target, recipe.head.inner)
-        check_size(recipe.head, sizes, target)
-        sizes["taps"] = recipe.head.reads(target.sizes.blocks)
+        settings, name = recipe.head, getattr(recipe.head, "start", None)
+        start = None if name is None else WarmStart.read(name, target, settings.draft_vocab)
+        vocab = frequent(examples, settings.draft_vocab, target.vocab) if start is None else start.vocab
+        sizes = layer_sizes(target, getattr(settings, "intermediate_size", None))
+        check_size(settings, sizes, target)
+        sizes["taps"] = settings.reads(target.sizes.blocks)
         final = features[:, -target.sizes.hidden_size :].float()
-        states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
+        states = [*_by_tap(features.float(), sizes["taps"], final.shape[1]), final]
         tokens = torch.tensor([*chain.from_iterable(example.tokens for example in examples[:64])])
-        embedded, large = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
-        gains = [large / size_of(embedded)]
+        embedded, size = target.embed(tokens.to(features.device)).detach().float(), median_rms(final)
+        gains = [size / median_rms(embedded)]
         for tap, state in zip(sizes["taps"], states, strict=False):
-            gains.append(large.new_ones(()) if tap.startswith(CACHE) else large / size_of(state))
+            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / median_rms(state))
         lm_head, Vd = deepcopy(target.lm_head(vocab)).float(), target.vocab if vocab is None else len(vocab)
-        seeded = torch.Generator().manual_seed(recipe.schedule.seed)
-        scale = torch.stack(gains).cpu()
-        head = cls.new(Given(recipe.head, sizes, lm_head, Vd, states, scale, target, seeded, start))
+        generator, scale = torch.Generator().manual_seed(recipe.schedule.seed), torch.stack(gains).cpu()
+        head = cls.new(NewHead(settings, sizes, lm_head, Vd, states, scale, target, generator, start))
         return cls(head, target, vocab, scale)
-
-    @staticmethod
-    def _apart(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
-        """The features of each tap that is read; the final state comes last and may not be read."""
-        read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
-        return read.chunk(len(taps), -1) if taps else ()
 
     @classmethod
     @abstractmethod
-    def new(cls, given: Given) -> nn.Module:
+    def new(cls, plan: NewHead) -> nn.Module:
         """A head that begins as well as it can without training."""
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
@@ -205,46 +194,43 @@ class Objective(nn.Module):
         """What the head reads of tokens."""
         return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
-    def student(
-        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
-    ) -> Float[Tensor, "n Vd"]:
-        """Logits of step j over the draft vocabulary. `above`: the text's tokens before those they are of."""
+    def student(self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]) -> Logits:
+        """Logits of step j over the draft vocabulary. `above`: the tokens before the predicted ones."""
         return self.lm_head(states)
 
     def forward(self, batch: Batch, settings: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
         the number of tokens for which the first step's likeliest token is the target's."""
         f, H = batch.features.float(), self._target.sizes.hidden_size
-        labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
+        taps = _by_tap(f[:, :-1], self.head.config.taps, H)
         scaled = [gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True)]
         read = torch.cat([f[:, :-1, :0], *scaled], -1)
-        if settings.blur:
-            blur = torch.rand(read.shape, generator=generator, device=read.device) * 2 - 1
-            read = read + blur * settings.blur
+        if noise := getattr(settings, "noise", 0.0):
+            drawn = torch.rand(read.shape, generator=generator, device=read.device) * 2 - 1
+            read = read + drawn * noise
         total = agreed = f.new_zeros(())
-        T = labels.shape[1]
+        T, decay = batch.counts.shape[1], getattr(settings, "decay", 1.0)
         rows = batch.counts.flatten().nonzero()[:, 0]  # once: a GPU is waited for
 
         def learnt(x: Tensor) -> Tensor:
             return x.flatten(0, 1)[rows]
 
-        teacher = self._law(learnt(labels), learnt(batch.tokens[:, 2:]), settings.hard)
+        labels = learnt(f[:, 1:, -H:])
+        teacher = self._law(labels, learnt(batch.tokens[:, 2:]), settings.hard)
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
-            mine = learnt(predicted)
-            logits = self.student(mine, j, learnt(batch.tokens[:, 1:-1])).float()
+            states = learnt(predicted)
+            logits = self.student(states, j, learnt(batch.tokens[:, 1:-1])).float()
             loss = LossOfLaw.apply(logits, teacher, settings.token, settings.acceptance)
             if settings.feature:
-                distance = F.smooth_l1_loss(mine, learnt(labels), reduction="none").sum(-1)
+                distance = F.smooth_l1_loss(states, labels, reduction="none").sum(-1)
                 loss = loss + settings.feature * distance / H
-            total = total + settings.weight(j) * (loss * (rows % T >= j)).sum()  # none stands j steps behind
+            total = total + decay**j * (loss * (rows % T >= j)).sum()  # none stands j steps behind
             if j == 0:
                 agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
         return total, agreed
 
     @torch.no_grad()
-    def _law(
-        self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool
-    ) -> Float[Tensor, "n Vd"]:
+    def _law(self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool) -> Logits:
         """The labels: the target's law or, if `hard`, the text's token (0 if outside the vocabulary)."""
         if not hard:
             return self.lm_head(states.float()).softmax(-1)
@@ -258,25 +244,34 @@ class Objective(nn.Module):
         head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
         return stored(head.state_dict(), dtype)
 
-    def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter | DraftModel:
+    def drafter(self, tree: str, dtype: torch.dtype) -> Any:
         """A drafter with the head's `weights` in the target's precision."""
         head: Any = self.drafts.module(self.head.config)
         head.load_state_dict(restored(self.weights(dtype)))
         return self.drafts(head, self._target, self._vocab, tree)
 
-    def judge(self, drafter: Any, recorded: RecordedTarget) -> Prediction:
-        """τ on the held-out texts."""
-        return predict(drafter, recorded)
+
+def _by_tap(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
+    """The features of each tap that is read; the final state comes last and may not be read."""
+    read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
+    return read.chunk(len(taps), -1) if taps else ()
 
 
-def check_size(asked: Head, sizes: dict[str, Any], target: Target) -> None:
+def shifted_steps(states: Float[Tensor, "B T N H"]) -> Steps:
+    """The steps of a head that predicts N states in one pass: its j-th at row i is step j's of row i + j."""
+    T = states.shape[1]
+    for j in range(min(states.shape[2], T)):
+        yield F.pad(states[:, : T - j, j], (0, 0, j, 0))
+
+
+def check_size(settings: HeadSettings, sizes: dict[str, Any], target: Target) -> None:
     """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
 
     def numbers(layers: int, width: int, inner: int) -> int:
         return layers * width * (4 * width + 3 * inner)
 
     H, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    layers, width = asked.layers_built(H)
+    layers, width = settings.layers_built(H)
     head = numbers(layers, width, inner)
     whole = numbers(target.sizes.blocks, H, target.sizes.intermediate_size) + target.vocab * target.width
     if head > max(whole, SMALL):
@@ -286,7 +281,7 @@ def check_size(asked: Head, sizes: dict[str, Any], target: Target) -> None:
         )
 
 
-def size_of(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
+def median_rms(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
     """The median token's rms: a text's first token may be a thousand times as large as the others."""
     return states.pow(2).mean(-1).sqrt().median()
 

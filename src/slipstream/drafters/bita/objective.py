@@ -1,28 +1,67 @@
-"""SAR training (BiTA §3.1): masks behind points of the target's answers predict the tokens after the next."""
+"""How BiTA is trained: its recipe and its objective (SAR training, §3.1). Masks behind points of the target's
+answers predict the tokens after the next."""
 
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
-from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
+from slipstream.drafters.bita.model import Bita, BitaConfig, BitaHead
+from slipstream.drafters.objective import Batch, LossOfLaw, NewHead, Objective
+from slipstream.drafters.recipe import (
+    Depth,
+    HeadSettings,
+    Loss as LossSettings,
+    Optimizer as OptimizerSettings,
+    Recipe,
+)
 from slipstream.drafters.store import stored
-from slipstream.engine.replay import Prediction, decoded
-from slipstream.targets.recorded import RecordedTarget
-from slipstream.training.objective import Batch, Given, LossOfLaw, Objective
-from slipstream.training.recipes import BitaRecipe
 
 DROPOUT = 0.1  # of the prompts, in training
 SPREAD = 0.02  # of what is trained, to begin with
 
 
-class Prompting(nn.Module):
+class BitaRecipe(Recipe):
+    """BiTA."""
+
+    class Head(HeadSettings):
+        """What is trained.
+
+        Attributes:
+            depth: masks, and tokens that they draft.
+            prompts: keys and values of each layer that the masks read; 0: none.
+            deep: prompts are those; false: they are vectors that enter the target's first layer.
+        """
+
+        depth: Depth = 3
+        prompts: int = Field(default=16, ge=0, le=1024)
+        deep: bool = True
+        tree: str = "backbone-3x5"
+
+    class Loss(LossSettings):
+        """`groups`: masks are put behind so many points of an answer, at most."""
+
+        hard: bool = True
+        groups: int = Field(default=64, ge=1, le=4096)
+
+    class Optimizer(OptimizerSettings):
+        lr: float = Field(default=3e-2, gt=0, le=1)
+        clip: float = Field(default=1.0, gt=0)
+
+    method: Literal["bita"] = "bita"
+    head: Head = Head()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+
+
+class TrainedPrompts(nn.Module):
     """What is trained.
 
     Args:
@@ -35,9 +74,9 @@ class Prompting(nn.Module):
         super().__init__()
         self.config, self.deep = config, deep or not config.prompts
         every = (config.layers, 2, config.prompts, config.heads, config.head_dim)
-        shape = every if self.deep else (config.prompts, config.hidden_size)
+        spec = every if self.deep else (config.prompts, config.hidden_size)
         self.masks = nn.Parameter(SPREAD * torch.randn(config.depth, config.hidden_size, generator=generator))
-        self.prompts = nn.Parameter(SPREAD * torch.randn(shape, generator=generator))
+        self.prompts = nn.Parameter(SPREAD * torch.randn(spec, generator=generator))
 
     def memory(self, target: Target) -> Float[Tensor, "L 2 P heads D"]:
         """Keys and values that the masks read."""
@@ -46,8 +85,8 @@ class Prompting(nn.Module):
         P = self.config.prompts
         at = torch.zeros(1, P, dtype=torch.long, device=self.prompts.device)  # where no key is turned
         causal = torch.ones(1, P, P, dtype=torch.bool, device=at.device).tril()
-        _, made = target.states(self.prompts.to(target.dtype)[None], at, causal, at)
-        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in made])
+        _, layers = target.states(self.prompts.to(target.dtype)[None], at, causal, at)
+        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in layers])
 
 
 @final
@@ -57,13 +96,13 @@ class BitaObjective(Objective):
     drafts, reads_features = Bita, False
 
     @classmethod
-    def new(cls, given: Given) -> Prompting:
-        recipe: BitaRecipe.Head = given.recipe
-        given.check_cache()
-        sizes = given.sizes
-        cache = (given.target.sizes.blocks, sizes["num_key_value_heads"], sizes["head_dim"])
-        config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)
-        return Prompting(config, recipe.deep, given.generator)
+    def new(cls, plan: NewHead) -> TrainedPrompts:
+        plan.check_cache()
+        settings: BitaRecipe.Head = plan.settings
+        heads, head_dim = plan.sizes["num_key_value_heads"], plan.sizes["head_dim"]
+        sizes = (plan.sizes["hidden_size"], plan.target.sizes.blocks, heads, head_dim)
+        config = BitaConfig(*sizes, settings.depth, settings.prompts)
+        return TrainedPrompts(config, settings.deep, plan.generator)
 
     def forward(
         self, batch: Batch, settings: BitaRecipe.Loss, generator: torch.Generator
@@ -80,7 +119,7 @@ class BitaObjective(Objective):
         context = target.new_cache(B)
         f = target(chain(tokens), context, (FINAL,), rows=tokens[:, :0]).features
         states = self._masks(context, hosts, generator)[learnt].float()
-        at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state says the token
+        at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state predicts the token
         row = torch.arange(B, device=tokens.device)[:, None, None].expand_as(ahead)[learnt]
         assert f is not None
         law = self._law(f[row, at].clone(), tokens[row, (at + 1).clamp(max=S - 1)], settings.hard)
@@ -98,8 +137,8 @@ class BitaObjective(Objective):
         target, config = self._target, self.head.config
         (B, G), M, P = hosts.shape, config.depth, config.prompts
         memory = self.head.memory(target)
-        kept = torch.rand(memory.shape, generator=generator, device=memory.device) >= DROPOUT
-        memory = (memory * kept / (1 - DROPOUT)).to(target.dtype)
+        keep = torch.rand(memory.shape, generator=generator, device=memory.device) >= DROPOUT
+        memory = (memory * keep / (1 - DROPOUT)).to(target.dtype)
         S, layers = context.view, list[tuple[Tensor, Tensor]]()
         for (k, v), keys, values in zip(memory.transpose(2, 3), *context.stored, strict=True):
             key = torch.cat([k.expand(B, -1, -1, -1), keys[:, :, :S].clone()], 2)
@@ -123,10 +162,6 @@ class BitaObjective(Objective):
             head.masks.copy_(self.head.masks)
             head.memory.copy_(self.head.memory(self._target))
         return stored(head.state_dict(), dtype)
-
-    def judge(self, drafter: Bita, recorded: RecordedTarget) -> Prediction:
-        """τ by decoding: the target's passes over the masks are in no record."""
-        return decoded(drafter, recorded)
 
 
 def groups(
