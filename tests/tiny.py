@@ -149,9 +149,9 @@ SAMPLED = {"temperature": 0.8, "seed": 3}
 ENDLESS: dict[str, tuple[int, ...]] = {"eos_token_ids": ()}
 
 
-def noise(*spec: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Normal float64 numbers."""
-    return scale * torch.randn(*spec, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def kv_shape(target: HFTarget) -> tuple[int, int, int]:

@@ -281,7 +281,7 @@ def test_an_answer_that_was_given_before_is_drafted_and_stays_the_same(name, tmp
 
 
 def test_a_round_may_ask_for_fewer_nodes():
-    target, spec = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").shape
+    target, spec = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").tree_spec
     session = Session(target, Suffix(), specs=[spec])
     session.admit([[1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3], [Sampling()])
     for _ in range(6):

@@ -112,8 +112,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T I"], rotary: CosSin, attend: Attend) -> Rows:
         """Rows of x, rotated by their `rope`, attend to the keys and values that `attend` returns."""
-        spec = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (proj(x).view(spec).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         key, value, seen = attend(k, v)
         return self.o_proj(attended(q, key, value, seen).flatten(2))

@@ -74,9 +74,9 @@ class TrainedPrompts(nn.Module):
         super().__init__()
         self.config, self.deep = config, deep or not config.prompts
         every = (config.layers, 2, config.prompts, config.heads, config.head_dim)
-        spec = every if self.deep else (config.prompts, config.hidden_size)
+        shape = every if self.deep else (config.prompts, config.hidden_size)
         self.masks = nn.Parameter(SPREAD * torch.randn(config.depth, config.hidden_size, generator=generator))
-        self.prompts = nn.Parameter(SPREAD * torch.randn(spec, generator=generator))
+        self.prompts = nn.Parameter(SPREAD * torch.randn(shape, generator=generator))
 
     def memory(self, target: Target) -> Float[Tensor, "L 2 P heads D"]:
         """Keys and values that the masks read."""
