@@ -402,22 +402,22 @@ def test_a_round_spreads_over_the_tokens_that_it_made(monkeypatch):
     assert arm.stretches(1) == [(8, 1.5), (8, 2.5)]
 
 
-def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
+def test_forked_engines_decode_what_one_that_read_the_prompts_does(target):
     """Arms that share caches, or a sampler of another temperature."""
     asked, auto = common.texts_behind(tiny.prompts(9, 7), 2, 12), load_drafter("auto", target)
-    session = policy.read(target, auto, asked)
+    engine = policy.read(target, auto, asked)
     for temperature in (0.0, 1.0):
-        arms = [policy.Arm(policy.forked(session, asked, temperature, each)) for each in (None, None, auto)]
+        arms = [policy.Arm(policy.forked(engine, asked, temperature, each)) for each in (None, None, auto)]
         arms[2].shape = auto.rungs[2]
         lines = []
         for arm in arms:
             line = ["", ""]
             while min(map(len, line)) < 12:
-                for each in arm.session.step(shape=arm.shape):
-                    line[each.text] += "".join(map(chr, each.tokens))
+                for each in arm.engine.step(shape=arm.shape):
+                    line[each.number] += "".join(map(chr, each.committed))
             lines.append([text[:12] for text in line])
         assert lines[0] == lines[1] == lines[2]
-    assert session.lengths == [12, 12]
+    assert engine.lengths == [12, 12]
 
 
 @pytest.mark.parametrize(

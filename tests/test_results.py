@@ -11,8 +11,8 @@ from rich.console import Console
 
 import tiny
 from slipstream import machine
+from slipstream.engine.engine import Seconds
 from slipstream.engine.generate import Generation
-from slipstream.engine.session import Seconds
 from slipstream.interop.parity import ParityReport
 from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.certify import Certificate

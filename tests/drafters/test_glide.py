@@ -63,7 +63,7 @@ def test_every_drafted_child_is_among_the_likeliest_of_its_path(family, tree, ma
 def test_rows_of_a_batch_draft_as_they_do_alone(published, monkeypatch):
     """Ragged prefill, in chunks of which a text begins in the second; rows that end before others, slots of
     one row seen by another."""
-    monkeypatch.setattr("slipstream.engine.session.CHUNK", 5)
+    monkeypatch.setattr("slipstream.engine.engine.CHUNK", 5)
     target = tiny.target("llama")
     drafter = tiny.glide(target, depth=2, published=published)
     together = generate(target, PROMPTS, drafter, max_new_tokens=16, temperature=0.0)

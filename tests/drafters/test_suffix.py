@@ -8,13 +8,13 @@ from hypothesis import given, settings, strategies as st
 
 import tiny
 from drafters.test_ngram import propose, span_of, texts_of, update
-from slipstream.core.sampling import Sampling
 from slipstream.core.tree import PAD
 from slipstream.drafters import load_drafter, suffix
 from slipstream.drafters.store import save_drafter
 from slipstream.drafters.suffix import Memory, Suffix
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 
 
 def best(found):
@@ -162,12 +162,12 @@ def test_an_answer_that_was_given_before_is_drafted_and_stays_the_same(name, tmp
 
 def test_a_round_may_ask_for_fewer_nodes():
     target, shape = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").shape
-    session = Session(target, Suffix(), shapes=[shape])
-    session.admit([[1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3], [Sampling()])
+    engine = Engine(target, Suffix(), shapes=[shape])
+    engine.admit(Request([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3))
     for _ in range(6):
-        session.step(shape=shape)
-        assert session.span.tree.nodes <= 4
-        assert session.span.tree.depth <= 2
+        engine.step(shape=shape)
+        assert engine.span.tree.nodes <= 4
+        assert engine.span.tree.depth <= 2
 
 
 @pytest.mark.parametrize(

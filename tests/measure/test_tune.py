@@ -13,9 +13,9 @@ from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.engine import costs
-from slipstream.engine.answer import Round
+from slipstream.engine.engine import Seconds
 from slipstream.engine.policy import GUESS
-from slipstream.engine.session import Seconds
+from slipstream.engine.request import Step
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
 from slipstream.measure.metrics import Answered, Tally, ledger
 from slipstream.measure.questions import Question
@@ -290,8 +290,8 @@ def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):
 
 def test_a_speed_up_is_the_product_of_its_factors():
     """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
-    plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
-    drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
+    plain = Tally([Answered([0] * 3, 1.0, [Step(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
+    drafted = Tally([Answered([0] * 7, 1.2, [Step(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
     factors = ledger(drafted, plain)
     assert factors.tau == 3
     assert factors.rows == pytest.approx(0.6 / 0.7, abs=1e-4)

@@ -12,9 +12,9 @@ import slipstream
 import tiny
 from runs import recipe, train
 from slipstream.drafters import load_drafter
-from slipstream.engine.answer import mean_accepted_length
 from slipstream.engine.generate import generate
 from slipstream.engine.replay import record
+from slipstream.engine.request import mean_accepted_length
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples

@@ -22,9 +22,10 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
 from slipstream.core.tree_spec import PLAIN, Shape
 from slipstream.drafters.auto import SAMPLED
+from slipstream.engine.engine import Engine
 from slipstream.engine.memory import GIB, memory
 from slipstream.engine.policy import Accepted, Ledger, Policy, Trial
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 from slipstream.files import cache_home, first_line, note, read_results, understood, update_json
 from slipstream.kernels.build import fingerprint
 from slipstream.results import Figures
@@ -55,7 +56,7 @@ def ledger(target: Target, drafter: Drafter) -> Ledger:
 
 
 def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
-    """The policy for a session of so many texts; None for a drafter that offers no rungs."""
+    """The policy for an engine of so many texts; None for a drafter that offers no rungs."""
     if not drafter.rungs:
         return None
     with target.lock:  # one thread measures, alone
@@ -156,7 +157,7 @@ def _store(target: Target, drafter: Drafter, news: Mapping[str, dict[str, Any]])
 
 def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
     """By texts and rung, from the user's cache: for so many, else they are measured, and for what other
-    numbers are known, as a session's texts become fewer."""
+    numbers are known, as an engine's texts become fewer."""
     names, place = [*(rung.name for rung in drafter.rungs), PACE], _setting(target, "")
     kept, paces = dict[int, list[float]](), dict[int, float]()
     for what, known in _stored(target, drafter).items():
@@ -193,8 +194,8 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
         if len(spent) == LAPS or (len(spent) >= FEWEST and perf_counter() - began > SECONDS):
             break
     for tree in [rung for rung in drafter.rungs if rung.children][:1]:
-        # The first session's head read its prompts while graphs and buffers were made.
-        _session(target, drafter, texts, context).step(shape=tree)
+        # The first engine's head read its prompts while graphs and buffers were made.
+        _engine(target, drafter, texts, context).step(shape=tree)
     return [median(times) for times in zip(*spent, strict=True)]
 
 
@@ -202,43 +203,42 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
     """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
     deepest = max(rung.depth for rung in drafter.rungs)
     most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
-    session = _session(target, drafter, texts, context)
+    engine = _engine(target, drafter, texts, context)
 
-    def ready() -> Session:
+    def ready() -> Engine:
         """With room for the rounds of a rung."""
-        fits = max(session.lengths) + 3 * (deepest + 2) <= most
-        return session if fits else _session(target, drafter, texts, context)
+        fits = max(engine.lengths) + 3 * (deepest + 2) <= most
+        return engine if fits else _engine(target, drafter, texts, context)
 
     for rung in drafter.rungs:
-        session = ready()
-        session.step(shape=rung)
-        session.state.flush()  # a drafter that waits reads now, and then has one token to read
-        session.step(shape=PLAIN)
-        session.step(shape=rung)
+        engine = ready()
+        engine.step(shape=rung)
+        engine.state.flush()  # a drafter that waits reads now, and then has one token to read
+        engine.step(shape=PLAIN)
+        engine.step(shape=rung)
     while True:
         lap = []
         for rung in drafter.rungs:
-            session = ready()
+            engine = ready()
             # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
             # took half as long again where they were timed behind the largest tree's.
-            session.step(shape=rung)
+            engine.step(shape=rung)
             before = perf_counter()
-            drafter.signs(session.state)
-            session.step(shape=rung)
+            drafter.signs(engine.state)
+            engine.step(shape=rung)
             lap.append(perf_counter() - before)
         yield lap
 
 
-def _session(target: Target, drafter: Drafter, texts: int, context: int) -> Session:
-    """A session under way behind a context, or as much of it as half the window holds."""
+def _engine(target: Target, drafter: Drafter, texts: int, context: int) -> Engine:
+    """An engine under way behind a context, or as much of it as half the window holds."""
     context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
-    session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
-    session.admit(
-        prompts, [Sampling(temperature=float(drafter.uses_target_noise))] * texts
-    )  # noise takes its time
-    return session
+    engine = Engine(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
+    sampling = Sampling(temperature=float(drafter.uses_target_noise))  # noise takes its time
+    engine.admit(*(Request(prompt, sampling) for prompt in prompts))
+    return engine
 
 
 class Full(Drafter):

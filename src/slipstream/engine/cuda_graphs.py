@@ -1,6 +1,6 @@
-"""A round captured once and replayed: on a GPU hundreds of launches become two.
+"""A step captured once and replayed: on a GPU hundreds of launches become two.
 
-Tensors that change from round to round stay where they are, because a capture fixes memory. Sizes are those
+Tensors that change from step to step stay where they are, because a capture fixes memory. Sizes are those
 of caches filled to the next multiple of `SPAN`; a fuller cache needs another capture.
 """
 
@@ -41,12 +41,12 @@ def _replay(graph: Any, reads: Callable[[], Any]) -> None:
 
 
 def recorder(target: Target) -> Record | None:
-    """How rounds with this target are captured, where they are."""
+    """How steps with this target are captured, where they are."""
     return cuda_graph if target.captures else None
 
 
 class Captured:
-    """Rounds over the same rows, in two halves: `propose` makes a tree, and `check` reads it with the target,
+    """Steps over the same rows, in two halves: `propose` makes a tree, and `check` reads it with the target,
     keeps what agrees and lets the drafter update it.
 
     Args:
@@ -72,12 +72,12 @@ class Captured:
         self._memory: list[list[Tensor]] = []  # keys and values of all storages
 
     def step(self) -> Any:
-        """One round: what `check` returns, filled anew by the next round."""
+        """One step: what `check` returns, filled anew by the next one."""
         bound = self.cache.bound
         if bound > self._until or self._moved():
             self._capture(rounded(bound))
         for (owner, name), held in zip(self._places, self._held, strict=True):
-            if (now := getattr(owner, name)) is not held:  # a round that was not captured came between
+            if (now := getattr(owner, name)) is not held:  # a step that was not captured came between
                 held.copy_(now)
                 setattr(owner, name, held)
         self._propose()
@@ -96,7 +96,7 @@ class Captured:
         before = [getattr(*place).clone() for place in self._places]
         for cache in self.caches:
             cache.flush([until])
-        self.check(self.propose())  # storages and texts grow to what the captured rounds will need
+        self.check(self.propose())  # storages and texts grow to what the captured steps will need
         self._memory = [cache.storage.stored for cache in self.caches]
         tree, self._propose = self.record(lambda: self._half(self.propose))
         self._propose()  # a check reads the tree before it is captured

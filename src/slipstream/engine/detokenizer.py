@@ -13,7 +13,7 @@ def silent_stops(text: Text, stop: Sequence[str]) -> frozenset[int]:
     return frozenset(ids[0] for ids in alone if not text.decode(ids))
 
 
-class Detokeniser:
+class Detokenizer:
     """Turns tokens into pieces of text, which together are the text of all tokens, up to a stop string.
 
     It holds back incomplete characters and what may become a stop string. Tokens are decoded together with

@@ -1,4 +1,4 @@
-"""Predicted τ: the ordinary rounds of a session over a recorded target. No pass of the model is made."""
+"""Predicted τ: an engine's ordinary steps over a recorded target. No pass of the model is made."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.core.tree_spec import Shape
 from slipstream.core.verify import Law, coupled
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
 from slipstream.engine.policy import Policy
-from slipstream.engine.session import Committed, Session
+from slipstream.engine.request import Request
 from slipstream.targets.recorded import RecordedTarget
 
 
@@ -31,28 +32,28 @@ def record(
 ) -> RecordedTarget:
     """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
     which nothing is drafted, are left out. Raises ValueError if no other is left."""
-    made = generate(
+    answers = generate(
         target, prompts, "vanilla", max_new_tokens=new, temperature=temperature, batch=batch, seed=seed
     )
-    made = [answer for answer in made if len(answer.tokens) > 1]
-    if not made:
+    answers = [answer for answer in answers if len(answer.tokens) > 1]
+    if not answers:
         raise ValueError(
             "every prompt is answered by the end token at once: give prompts that the target answers"
         )
-    texts = [(answer.prompt, answer.tokens) for answer in made]
-    return RecordedTarget(target, texts, taps, [answer.sampling for answer in made])
+    texts = [(answer.prompt, answer.tokens) for answer in answers]
+    return RecordedTarget(target, texts, taps, [answer.sampling for answer in answers])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Acceptance over all rounds.
+    """Acceptance over all steps.
 
     Attributes:
-        committed: tokens of each round, the target's own included; 0 after the text's end.
+        committed: tokens of each step, the target's own included; 0 after the text's end.
         depth: of the tree.
     """
 
-    committed: Int[Tensor, "rounds B"]
+    committed: Int[Tensor, "steps B"]
     depth: int
 
     @property
@@ -67,30 +68,31 @@ class Prediction:
 
     @property
     def acceptance(self) -> list[float]:
-        """By depth d: the share of the rounds that accept d drafted tokens or more."""
+        """By depth d: the share of the steps that accept d drafted tokens or more."""
         return [int((self.committed > d).sum()) / self.rounds for d in range(1, self.depth + 1)]
 
 
-def rounds(
+def steps(
     drafter: Drafter,
     recorded: RecordedTarget,
     law: Law | None,
     shape: Shape | None = None,
     policy: Policy | None = None,
-) -> Iterator[tuple[Session, list[Committed]]]:
-    """Rounds of all recorded texts, each up to its last token: (session, what the round brought). Without a
-    law the recorded target decodes them anew."""
-    prompts, ends = _prompts(recorded), recorded.lengths.tolist()
+) -> Iterator[Engine]:
+    """An engine after each step of all recorded texts, which end with their last token. Without a law the
+    recorded target decodes them anew."""
     target, law = (recorded, law) if law else (recorded.target, coupled)
-    room, shapes = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [shape]))
-    session = Session(target, drafter, law, len(prompts), room, shapes, policy)
-    session.admit(prompts, recorded.sampling)
+    capacity, shapes = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [shape]))
+    requests, ends = list(map(Request, _prompts(recorded), recorded.sampling)), recorded.lengths.tolist()
+    engine = Engine(target, drafter, law, len(requests), capacity, shapes, policy)
+    engine.admit(*requests)
     while True:
-        under_way = zip(session.texts, session.lengths, strict=True)
-        session.retire([text for text, length in under_way if length + 1 >= ends[text]])
-        if not session.texts:
+        engine.cancel(*(each for each in engine.running if len(each.sequence) >= ends[each.number]))
+        engine.free()
+        if not engine.running:
             return
-        yield session, session.step(shape=shape)
+        engine.step(shape=shape)
+        yield engine
 
 
 def one_by_one(
@@ -117,10 +119,10 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
         )
     kept: list[list[int]] = [[] for _ in recorded.tokens]
     ends = recorded.lengths.tolist()
-    for session, made in rounds(drafter, recorded, recorded.law, shape):
-        for each, length in zip(made, session.lengths, strict=True):
-            past = length + 1 - ends[each.text]  # the root is chosen, too
-            kept[each.text].append(len(each.tokens) - max(past, 0))
+    for engine in steps(drafter, recorded, recorded.law, shape):
+        for request in engine.running:
+            past = len(request.sequence) - ends[request.number]
+            kept[request.number].append(len(request.committed) - max(past, 0))
     return _prediction(kept, drafter.depth if shape is None else shape.depth)
 
 
@@ -131,7 +133,7 @@ def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
     answers = generate(
         recorded.target, prompts, drafter, max_new_tokens=new, temperature=first.temperature, seed=first.seed
     )
-    return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
+    return _prediction([[step.kept for step in answer.rounds] for answer in answers], drafter.depth)
 
 
 def _prompts(recorded: RecordedTarget) -> list[list[int]]:
@@ -140,4 +142,4 @@ def _prompts(recorded: RecordedTarget) -> list[list[int]]:
 
 
 def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:
-    return Prediction(pad_sequence([torch.tensor(rounds, dtype=torch.long) for rounds in kept]), depth)
+    return Prediction(pad_sequence([torch.tensor(steps, dtype=torch.long) for steps in kept]), depth)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.targets.hf import HFTarget
 
 # fields of generation_config that make Hugging Face draft, or change its cache
@@ -31,7 +31,7 @@ def hf_answers(
 ) -> list[list[int]]:
     """Its tokens for prompts that are given at once, padded on the left; with the same settings, end tokens
     and stop strings. It reads the rest of generation_config itself. Raises ValueError as `generate` does."""
-    settings = Settings.of(target, max_new_tokens, temperature=temperature, seed=seed)
+    settings = SamplingParams.of(target, max_new_tokens, temperature=temperature, seed=seed)
     how: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature:
         torch.manual_seed(seed)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from slipstream.drafters.proposer import Proposer
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
 from slipstream.files import check_counts, note
 from slipstream.measure.bench_report import (
     BenchReport,

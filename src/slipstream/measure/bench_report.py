@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
 from slipstream.measure.bootstrap import Asked, Interval, Paired
 from slipstream.methods import METHODS
 from slipstream.provenance import commanded, suggested

@@ -13,7 +13,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.tree import PAD
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.settings import resolve_sampling
+from slipstream.engine.sampling_params import resolve_sampling
 from slipstream.files import check_counts, check_given, several
 from slipstream.measure.bench_report import Difference, promise
 from slipstream.measure.distribution_test import (

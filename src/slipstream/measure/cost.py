@@ -18,8 +18,9 @@ from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.core.tree_spec import Shape
 from slipstream.engine.cuda_graphs import recorder
+from slipstream.engine.engine import Engine, Seconds
 from slipstream.engine.generate import LAWS
-from slipstream.engine.session import Seconds, Session
+from slipstream.engine.request import Request
 from slipstream.files import cache_home, update_json
 from slipstream.measure.bench_report import PARTS
 from slipstream.measure.experts import experts_read, own_texts
@@ -146,30 +147,30 @@ class Rounds:
         self._target, self._arms, self._prompts, self._most = target, arms, prompts, most
         self._sampling = rows_of(Sampling(temperature), len(self._prompts))
         self._costs = [list[list[float]]() for _ in arms]
-        self._sessions = [self._session(*arm) for arm in arms]
+        self._engines = [self._engine(*arm) for arm in arms]
 
-    def _session(self, drafter: Drafter, shape: Shape | None) -> Session:
-        """A session under way."""
+    def _engine(self, drafter: Drafter, shape: Shape | None) -> Engine:
+        """An engine under way."""
         depth = drafter.depth if shape is None else shape.depth
         capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
         rows, law = len(self._prompts), LAWS[drafter.law]
-        session = Session(self._target, drafter, law, rows, capacity, [shape] if shape else [])
-        session.admit(self._prompts, self._sampling)
-        session.step(shape=shape)  # it makes buffers, and is not timed
-        return session
+        engine = Engine(self._target, drafter, law, rows, capacity, [shape] if shape else [])
+        engine.admit(*map(Request, map(list, self._prompts), self._sampling))
+        engine.step(shape=shape)  # it makes buffers, and is not timed
+        return engine
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
         """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds over all its
         rounds, part by part."""
         for _ in range(rounds):
-            for i in range(len(self._sessions)) if among is None else among:
-                session, (drafter, shape) = self._sessions[i], self._arms[i]
+            for i in range(len(self._engines)) if among is None else among:
+                engine, (drafter, shape) = self._engines[i], self._arms[i]
                 deepest = drafter.depth + (shape.depth if shape else 0)
-                if max(session.lengths) + deepest + 2 > session.target.window:
-                    session = self._sessions[i] = self._session(drafter, shape)
-                before = replace(session.seconds)
-                session.step(shape=shape)
-                spent = [getattr(session.seconds, part) - getattr(before, part) for part in PARTS]
+                if max(engine.lengths) + deepest + 2 > engine.target.window:
+                    engine = self._engines[i] = self._engine(drafter, shape)
+                before = replace(engine.seconds)
+                engine.step(shape=shape)
+                spent = [getattr(engine.seconds, part) - getattr(before, part) for part in PARTS]
                 self._costs[i].append(spent)
         medians = (map(median, zip(*costs, strict=True)) for costs in self._costs)
         return [Seconds(**dict(zip(PARTS, parts, strict=True))) for parts in medians]

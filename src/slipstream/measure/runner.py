@@ -14,9 +14,9 @@ from slipstream.core.tree import PAD
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.audit import Divergence, audit
+from slipstream.engine.engine import Seconds
 from slipstream.engine.generate import Generation, generate, stream
-from slipstream.engine.session import Seconds
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import check_counts, several
 from slipstream.machine import peak_memory
 from slipstream.measure.baseline import hf_answer, hf_answers
@@ -77,7 +77,7 @@ class Contest:
     def warm_up(self, prompt: list[int]) -> None:
         """Ask each method once, untimed: first calls allocate and choose kernels. Raises ValueError for
         settings out of range."""
-        Settings.of(self.target, self.max_new_tokens).limit(prompt)
+        SamplingParams.of(self.target, self.max_new_tokens).limit(prompt)
         short = replace(self, max_new_tokens=4)
         for method in self.methods:
             if self.batch == 1:
@@ -195,7 +195,7 @@ def prompt_of(target: Target, question: Question, turn: int, told: Any, max_new_
     room is left for an answer."""
     try:
         prompt = encode(target, told)
-        Settings.of(target, max_new_tokens).limit(prompt)
+        SamplingParams.of(target, max_new_tokens).limit(prompt)
     except ValueError as error:
         raise ValueError(f"question {question.name}{f', turn {1 + turn}' * bool(turn)}: {error}") from error
     return prompt

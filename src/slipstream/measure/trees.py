@@ -19,7 +19,7 @@ from slipstream.core.tree_spec import Shape
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.replay import one_by_one, rounds
+from slipstream.engine.replay import one_by_one, steps
 from slipstream.measure.cost import ROWS, Rounds, pass_seconds
 from slipstream.measure.tune_report import Size
 from slipstream.targets.recorded import RecordedTarget
@@ -66,16 +66,16 @@ def ranked(
     depth, width = shape.depth, shape.children
     last = recorded.tokens.shape[1] - 1
     texts, parts = [], []
-    for session, _ in rounds(drafter, recorded, one_by_one, shape):
-        span = session.span
+    for engine in steps(drafter, recorded, one_by_one, shape):
+        span = engine.span
         assert span is not None and span.tree is not None
         at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
-        right = recorded.tokens[session.cache.texts[:, None], at.clamp(max=last)]
+        right = recorded.tokens[engine.cache.texts[:, None], at.clamp(max=last)]
         hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
         rank = torch.where(hits.any(2), hits.int().argmax(2), width)
         behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
         parts.append(torch.where(behind & (right >= 0), rank, -1))
-        texts.append(session.cache.texts.clone())
+        texts.append(engine.cache.texts.clone())
     return torch.cat(texts), torch.cat(parts)
 
 

@@ -23,8 +23,8 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.costs import learn
-from slipstream.engine.replay import decoded, predict, record, rounds
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
+from slipstream.engine.replay import decoded, predict, record, steps
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
 from slipstream.measure.bench_report import PARTS
 from slipstream.measure.cost import Rounds
@@ -137,7 +137,7 @@ def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, c
     head = Spec("auto", {"head": str(spec.replace(tree=None, proposal=None))})
     auto = load_drafter(head, target, temperature, costs.batch)
     law = recorded.law if auto.probes is None else None
-    learn(target, auto, costs.batch, costs.context, lambda policy: rounds(auto, recorded, law, policy=policy))
+    learn(target, auto, costs.batch, costs.context, lambda policy: steps(auto, recorded, law, policy=policy))
 
 
 def _report(target: Target, costs: Costs, done: list[Tuned], skipping: list[Skipped]) -> TuneReport:

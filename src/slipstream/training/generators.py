@@ -22,7 +22,7 @@ from slipstream.core.drafter import FINAL
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.engine.generate import generate
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import evenly
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
@@ -117,13 +117,13 @@ class TargetWriter(Writer):
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
     ) -> list[Written]:
         drawn: Any = {"temperature": temperature, "seed": seed or 0}
-        how = Settings.of(self.target, limit, **drawn)
+        how = SamplingParams.of(self.target, limit, **drawn)
         if Wide.serves(self.target) and how.sampling == Sampling(**drawn) and not how.stop:
             return self._write_wide(prompts, how)
         made = generate(self.target, prompts, "vanilla", max_new_tokens=limit, **drawn)
         return [Written(answer.text, answer.finish == "eos") for answer in made]
 
-    def _write_wide(self, prompts: list[list[int]], how: Settings) -> list[Written]:
+    def _write_wide(self, prompts: list[list[int]], how: SamplingParams) -> list[Written]:
         words, limit, drawn = self.target.text, how.max_new_tokens, how.sampling
         assert isinstance(self.target, HFTarget) and words is not None and limit is not None
         if self._wide is None:

@@ -22,7 +22,7 @@ from slipstream.core.target import Target
 from slipstream.core.tree_spec import Shape
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import Attention, Rope
-from slipstream.engine.replay import one_by_one, rounds
+from slipstream.engine.replay import one_by_one, steps
 from slipstream.provenance import suggested
 from slipstream.targets.recorded import RecordedTarget
 
@@ -95,12 +95,12 @@ def fit(head: HeadDrafter, recorded: RecordedTarget) -> Fit:
     place = torch.full((made.width + 1,), -1, device=recorded.device)
     place[made.vocab] = torch.arange(len(made.vocab), device=recorded.device)
     last, parts = recorded.tokens.shape[1] - 1, list[Tensor]()
-    for session, _ in rounds(made, recorded, one_by_one, ONE):
-        span, law = session.span, seen.pop()[:, 0].log_softmax(-1)
+    for engine in steps(made, recorded, one_by_one, ONE):
+        span, law = engine.span, seen.pop()[:, 0].log_softmax(-1)
         assert span is not None
         columns = []
         for ahead in range(3):
-            tokens = recorded.tokens[session.cache.texts, (span.start + ahead).clamp(max=last)]
+            tokens = recorded.tokens[engine.cache.texts, (span.start + ahead).clamp(max=last)]
             index = place[tokens]  # −1, past the end, finds the spare place
             log_q = law.gather(1, index.clamp(min=0)[:, None])[:, 0].clamp(min=LEAST)
             columns.append(log_q.masked_fill(index < 0, torch.nan))

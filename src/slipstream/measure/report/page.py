@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from slipstream.engine.trace import Round, drawn, read_trace
+from slipstream.engine.trace import TracedStep, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.html import assembled
 from slipstream.measure.bench_report import BenchReport, DrafterResult
@@ -99,7 +99,7 @@ def _tasks(row: DrafterResult, plain: DrafterResult) -> dict[str, Any]:
     return {key: vars(paired(asked, theirs[key])) for key, asked in ours.items()}
 
 
-def _trace(answers: list[list[Round]]) -> dict[str, Any]:
+def _trace(answers: list[list[TracedStep]]) -> dict[str, Any]:
     """Answers round by round. Texts of tokens stand in one list, where rounds name their places."""
     places: dict[str, int] = {}
     told = [

@@ -1,11 +1,12 @@
-"""Settings: all that an answer depends on beside its prompt, from the caller and generation_config. Fields of
-the latter that change the text are honoured by Hugging Face's own processors, in their order, or refused."""
+"""Sampling parameters: all that an answer depends on beside its prompt, from the caller and
+generation_config. Fields of the latter that change the text are honoured by Hugging Face's own processors, in
+their order, or refused."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import transformers as hf
@@ -16,6 +17,7 @@ from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
 from slipstream.engine.detokenizer import silent_stops
+from slipstream.engine.request import Request
 from slipstream.files import is_whole, several
 from slipstream.targets.prompts import check_readable, checked_ids
 
@@ -23,9 +25,31 @@ GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `genera
 NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit
 
 
+class SamplingOptions(TypedDict, total=False):
+    """Arguments of `SamplingParams.of`, which `generate` explains; None is not given."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    processors: Sequence[Any] | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+    grammar_limits: GrammarLimits | None
+    eos_token_ids: int | Iterable[int] | None
+    stop: str | Sequence[str] | None
+
+
 @dataclass(frozen=True)
 class Row:
-    """What a processor is made from: a prompt and the settings of its answer."""
+    """What a processor is made from: a prompt and the parameters of its answer."""
 
     prompt: Any  # ids [1, T], which Hugging Face calls a LongTensor
     limit: int  # the most tokens that the answer may have
@@ -63,9 +87,9 @@ class BeforeEnd:
     row: Row
 
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        said = ids[0, self.row.start :].tolist()
-        ended = len(said) >= self.row.limit or any(end in said for end in self.row.eos)
-        return x if ended or self.row.stopped(said) else self.processor(ids, x)
+        answer = ids[0, self.row.start :].tolist()
+        ended = len(answer) >= self.row.limit or any(end in answer for end in self.row.eos)
+        return x if ended or self.row.stopped(answer) else self.processor(ids, x)
 
     @property
     def __name__(self) -> str:
@@ -145,8 +169,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a call of `generate`.
+class SamplingParams:
+    """The parameters of a call of `generate`.
 
     Attributes:
         sampling: the first row's, without what depends on its prompt.
@@ -168,7 +192,7 @@ class Settings:
         stop: str | Sequence[str] | None = None,
         grammar_limits: GrammarLimits | None = None,
         **sampling: Any,
-    ) -> "Settings":
+    ) -> "SamplingParams":
         """From `generate`'s arguments; an argument of None comes from generation_config. Raises ValueError
         for an argument or a field of generation_config that is out of range or cannot be honoured."""
         check_kind("target", target, Target, "give slipstream.HFTarget(model, tokenizer) or load_target(…)")
@@ -185,9 +209,8 @@ class Settings:
             raise ValueError(f"max_new_tokens is {new!r}; it must be at least 1, a whole number")
         eos = _eos(target, eos_token_ids)
         stops = _stops(target, config.stop_strings if stop is None else stop)
-        asked = {name: sampling.pop(name, None) for name in GRAMMARS}
-        asked = {name: it for name, it in asked.items() if it is not None}
-        grammar = _grammar(target, asked, eos, grammar_limits)
+        sources = {name: sampling.pop(name, None) for name in GRAMMARS}
+        grammar = _grammar(target, sources, eos, grammar_limits)
         return cls(target, resolve_sampling(target, **sampling, grammar=grammar), new, eos, stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
@@ -206,15 +229,21 @@ class Settings:
             )
         return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
 
+    def request(self, i: int, prompt: list[int], limit: int | None = None, **fields: Any) -> Request:
+        """The i-th request of a batch, for at most `limit` tokens; `fields`: others of it. Raises ValueError
+        if the answer has no room."""
+        limit = self.limit(prompt) if limit is None else limit
+        text = self.target.text
+        return Request(prompt, self.row(i, prompt), limit, self.eos, self.stop, text, **fields)
+
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
         """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
         config, own = self.target.generation_config, self.sampling
         ids = torch.tensor([list(prompt)], device=self.target.device)
         eos = sorted(token for token in self.eos if token < self.target.vocab)
-        forces_bos = config.forced_bos_token_id is not None
-        limit, vocab = self.limit(prompt), self.target.vocab
-        row = Row(ids, limit, eos, own.temperature, forces_bos, vocab, self._stopped)
-        made = self._made(PROCESSORS, row)
+        forces_bos, vocab = config.forced_bos_token_id is not None, self.target.vocab
+        row = Row(ids, self.limit(prompt), eos, own.temperature, forces_bos, vocab, self._stopped)
+        made = self._processors(PROCESSORS, row)
         if config.min_new_tokens is not None:
             made.pop("min_length", None)
         penalty = own.repetition_penalty
@@ -227,23 +256,23 @@ class Settings:
         processors: list[Processor] = [BeforeEnd(each, row) for each in merged]
         warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
         if own.temperature:
-            processors += self._made(TOP_H, row).values()
-            warpers += self._made(WARPERS, row).values()
-        warpers += self._made(WATERMARK, row).values()
+            processors += self._processors(TOP_H, row).values()
+            warpers += self._processors(WARPERS, row).values()
+        warpers += self._processors(WATERMARK, row).values()
         own = replace(own, row=i, repetition_penalty=penalty)
         return replace(own, processors=tuple(processors), warpers=tuple(warpers))
 
-    def _stopped(self, said: list[int]) -> bool:
+    def _stopped(self, tokens: list[int]) -> bool:
         if not self.stop or self.target.text is None:
             return False
-        text = self.target.text.decode(said)
-        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(said)
+        text = self.target.text.decode(tokens)
+        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(tokens)
 
     @cached_property
     def _silent(self) -> frozenset[int]:
         return frozenset() if self.target.text is None else silent_stops(self.target.text, self.stop)
 
-    def _made(self, table: Table, row: Row) -> dict[str, Processor]:
+    def _processors(self, table: Table, row: Row) -> dict[str, Processor]:
         made = {}
         for name, (off, make) in table.items():
             value = getattr(self.target.generation_config, name, None)
@@ -265,14 +294,14 @@ def resolve_sampling(target: Target, **given: Any) -> Sampling:
     given["processors"] = tuple(processors)
     if "temperature" not in given and not config.do_sample:
         given["temperature"] = 0.0
-    settled = {"temperature": 1.0}
+    defaults = {"temperature": 1.0}
     for name in ("repetition_penalty", *(SAMPLED if given.get("temperature") != 0 else ())):
         value = getattr(config, name, None)
         if value is not None and name not in given:
             with _blamed(target, name, value):
                 Sampling(**{name: value})
-            settled[name] = value
-    return Sampling(**settled | given)
+            defaults[name] = value
+    return Sampling(**defaults | given)
 
 
 def check_kind(name: str, value: Any, kind: Any, advice: str) -> None:
@@ -300,16 +329,17 @@ def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor
 
 
 def _grammar(
-    target: Target, asked: Mapping[str, Any], eos: frozenset[int], limits: GrammarLimits | None
+    target: Target, sources: Mapping[str, Any], eos: frozenset[int], limits: GrammarLimits | None
 ) -> Grammar | None:
-    """The grammar that is asked for, if one is. Raises ValueError."""
-    if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked)} are given: an answer has one grammar")
-    if not asked:
+    kinds = [kind for kind, source in sources.items() if source is not None]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} are given: an answer has one grammar")
+    if not kinds:
         return None
     from slipstream.targets.grammar import read_grammar
 
-    ((kind, source),) = asked.items()
+    (kind,) = kinds
+    source = sources[kind]
     return source if isinstance(source, Grammar) else read_grammar(target, kind, source, eos, limits)
 
 
