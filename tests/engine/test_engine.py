@@ -249,9 +249,10 @@ def test_requests_that_leave_while_their_prompts_are_read_are_read_no_further(mo
     monkeypatch.setattr(engines, "CHUNK", 4)
     engine, gone = Engine(tiny.target(FAMILY), Vanilla(), rows=2), Request(PROMPTS[3])
     first, other = Request(PROMPTS[0]), Request(PROMPTS[1], limit=4)
-    engine.add(first, gone)
-    while engine.prefill is None or not first.tokens:
-        engine.step()
+    engine.admit(first)
+    engine.add(gone)
+    engine.step()
+    assert engine.prefill is not None
     engine.cancel(first, gone)
     engine.add(other)
     while engine.busy:
