@@ -112,7 +112,7 @@ def test_bytes_go_on_behind_a_special_token():
         ids = text.tokenizer.convert_tokens_to_ids(re.findall("<.*?>|b", written))
         reader = Detokenizer(text)
         assert "".join(map(reader.push, ids)) + reader.flush() == text.decode(ids)
-        assert reader.given == reader.read
+        assert reader.released == reader.decoded
 
 
 @pytest.fixture(scope="module")

@@ -21,19 +21,12 @@ from slipstream.engine.request import Request
 
 @dataclass(frozen=True)
 class Divergence:
-    """A token that plain decoding, forced along the answer up to there, would not have chosen.
+    """A token that plain decoding, forced along the answer up to there, would not have chosen."""
 
-    Attributes:
-        position: index into the answer.
-        token, plain: what was emitted, and what plain decoding chooses.
-        margin: how far the emitted token's score lies below the best, in logits; infinite outside the
-            support.
-    """
-
-    position: int
+    position: int  # in the answer
     token: int
-    plain: int
-    margin: float
+    plain: int  # what plain decoding chooses
+    margin: float  # how far the token's score lies below the best, in logits; infinite outside the support
 
 
 @torch.inference_mode()

@@ -64,6 +64,7 @@ class Seconds:
         return Seconds(*map(sub, astuple(self), astuple(other)))
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Answers requests: `add` them and `step` while it is `busy`.
 
@@ -88,24 +89,23 @@ class Engine:
         waited: tokens of prompts, padding included, that requests under way have waited for since a step.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        law: Law = coupled,
-        rows: int = 1,
-        capacity: int = 0,
-        shapes: Sequence[Shape] = (),
-        policy: Policy | None = None,
-        keep: int = 0,
-    ) -> None:
-        self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
-        self.capacity, self.policy, self.keep = capacity, policy, keep
+    target: Target
+    drafter: Drafter
+    law: Law = coupled
+    rows: int = 1
+    capacity: int = 0
+    shapes: Sequence[Shape] = ()
+    policy: Policy | None = None
+    keep: int = 0
+
+    def __post_init__(self) -> None:
         self.waiting = deque[Request]()
         self.seconds = Seconds()
         self._admitted = 0
-        self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
-        self.room = Room.largest(map(drafter.room, (None, *shapes)))  # of all trees, before it starts
+        self._record = recorder(self.target) if self.law is coupled else None  # others look at what they drew
+        self.room = Room.largest(
+            map(self.drafter.room, (None, *self.shapes))
+        )  # of all trees, before it starts
         self._start()
 
     def _start(self) -> None:
@@ -118,10 +118,8 @@ class Engine:
         self._captured: dict[Shape | None, Captured] = {}
         self._prefixes = PrefixCache(self.keep)
         self.sampler = Sampler([], [], target.vocab, target.device)
-        self.cache, self.state = (
-            target.new_cache(self.rows, drafter.memory),
-            drafter.start(self.rows, target.device),
-        )
+        self.cache = target.new_cache(self.rows, drafter.memory)
+        self.state = drafter.start(self.rows, target.device)
         if self.capacity:
             slots = rounded(self.capacity) if self._record else self.capacity
             self.cache.storage.hold(slots + self.room.target)

@@ -98,14 +98,9 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """The answer and a line of figures, as a notebook shows them."""
-        figures = (
-            f"{len(self.tokens)} tokens",
-            f"τ {self.tau:.2f}",
-            f"{self.seconds.total:.2f} s",
-            self.finish,
-        )
+        figures = f"{len(self.tokens)} tokens, τ {self.tau:.2f}, {self.seconds.total:.2f} s, {self.finish}"
         text = escape(self.text) or "(no text)"
-        return f'<div style="white-space: pre-wrap">{text}</div><p><small>{", ".join(figures)}</small></p>'
+        return f'<div style="white-space: pre-wrap">{text}</div><p><small>{figures}</small></p>'
 
 
 class Options(SamplingOptions, total=False):

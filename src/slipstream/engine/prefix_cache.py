@@ -20,14 +20,8 @@ LEAST = 8  # tokens that are worth to be copied
 
 @dataclass(frozen=True)
 class Prefix:
-    """What was read of one text.
-
-    Attributes:
-        tokens: those that the target has read.
-        salt: texts of another salt do not share it.
-        parts: of the target's cache and then of what the drafter holds by token: how many tokens it holds
-            more than the target's, and copies of its row.
-    """
+    """What was read of one text. Its `parts` are of the target's cache, then of what the drafter holds by
+    token: how many tokens it holds more than the target's, and copies of its row."""
 
     tokens: list[int]
     salt: int

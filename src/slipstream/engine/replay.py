@@ -46,15 +46,10 @@ def record(
 
 @dataclass(frozen=True)
 class Prediction:
-    """Acceptance over all steps.
+    """Acceptance over all steps."""
 
-    Attributes:
-        committed: tokens of each step, the target's own included; 0 after the text's end.
-        depth: of the tree.
-    """
-
-    committed: Int[Tensor, "steps B"]
-    depth: int
+    committed: Int[Tensor, "steps B"]  # tokens of each, the target's own included; 0 after the text's end
+    depth: int  # of the tree
 
     @property
     def rounds(self) -> int:
@@ -98,7 +93,7 @@ def steps(
 def one_by_one(
     tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
-    """The recorded text's law, but no guess is accepted, so that the next round begins one token later."""
+    """The recorded text's law, but no guess is accepted, so that the next step begins one token later."""
     child, token = RecordedTarget.law(tree, node, logits, at, sampler)
     return torch.full_like(child, -1), token
 
@@ -117,13 +112,13 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
             "proposal=sampled accepts Σ min(p, q) of its guesses, and a known text matches Σ p·q of them: "
             "judge it by decoding (bench), or predict proposal=top-k or noise"
         )
-    kept: list[list[int]] = [[] for _ in recorded.tokens]
+    committed: list[list[int]] = [[] for _ in recorded.tokens]
     ends = recorded.lengths.tolist()
     for engine in steps(drafter, recorded, recorded.law, shape):
         for request in engine.running:
             past = len(request.sequence) - ends[request.number]
-            kept[request.number].append(len(request.committed) - max(past, 0))
-    return _prediction(kept, drafter.depth if shape is None else shape.depth)
+            committed[request.number].append(len(request.committed) - max(past, 0))
+    return _prediction(committed, drafter.depth if shape is None else shape.depth)
 
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
@@ -141,5 +136,5 @@ def _prompts(recorded: RecordedTarget) -> list[list[int]]:
     return [tokens[:length] for tokens, length in lines]
 
 
-def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:
-    return Prediction(pad_sequence([torch.tensor(steps, dtype=torch.long) for steps in kept]), depth)
+def _prediction(committed: Sequence[Sequence[int]], depth: int) -> Prediction:
+    return Prediction(pad_sequence([torch.tensor(steps, dtype=torch.long) for steps in committed]), depth)

@@ -31,72 +31,45 @@ def mean_accepted_length(steps: Sequence[Step]) -> float:
 @dataclass(eq=False)
 class Request:
     """What is asked for, and what came of it so far. It takes tokens one by one, so that it ends exactly
-    where plain decoding would.
-
-    Attributes:
-        limit: the most tokens that the text may have.
-        tokenizer: reads the text; None: only its tokens are wanted.
-        streams: the text is wanted as it grows. Otherwise it is decoded once, unless there are stop strings.
-        plain: it gets no guesses.
-        salt: 64 bits. Cached prefixes and remembered answers serve requests of the same salt alone, so that
-            none tells what is in another.
-        ended: whether the last of the tokens so far ends the text.
-        tell, most_likely, traced: of the server: what gets its updates; alternatives wanted with each token
-            (None: no probabilities are wanted); updates hold the trees of its steps.
-
-        tokens: token ids, a closing EOS included.
-        pieces: if the text is wanted as it grows: what became certain with each token.
-        steps: one entry per target pass after the prompt's.
-        finish: why it ended; None while it has not.
-        error: why it failed. The engine goes on with the others.
-        finite: all scores that decided were finite; otherwise the last pass brought nothing.
-        arrived, began: when the server got it, and when its prompt was first read.
-        number: counted from 0 in the order in which prompts were read.
-        shared: tokens of the prompt that were known from another request, and not read.
-        sequence: the prompt and all that passes brought, what lies behind the text's end included. The target
-            has not yet read the last token.
-        committed: what the last pass brought: accepted tokens, then the target's own.
-        drafted: depth of its deepest guess; None for the pass of the prompt.
-        known: of its first tokens, how many the text had already.
-        fresh: those that the text took.
-        again: tokens that it has, and makes again after the failure of another request.
-        alone: a pass failed in which it took part, so it gets the engine for itself.
-        likely: probabilities of tokens that are not yet certain to belong to the text.
-    """
+    where plain decoding would."""
 
     prompt: list[int]
     sampling: Sampling = field(default_factory=Sampling)
-    limit: int = sys.maxsize
+    limit: int = sys.maxsize  # tokens of the text, at most
     eos: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
-    tokenizer: Text | None = None
-    streams: bool = False
-    plain: bool = False
-    salt: int = 0
-    ended: Callable[[list[int]], bool] | None = None
-    tell: Callable[[Any], None] | None = None
-    most_likely: int | None = None
-    traced: bool = False
+    tokenizer: Text | None = None  # reads the text; None: only its tokens are wanted
+    streams: bool = False  # the text is wanted as it grows; else it is decoded once, unless there are stops
+    plain: bool = False  # it gets no guesses
+    salt: int = 0  # 64 bits; only requests of one salt share prefixes and remembered answers
+    ended: Callable[[list[int]], bool] | None = None  # whether the last of the tokens so far ends the text
+    tell: Callable[[Any], None] | None = None  # gets the server's updates
+    most_likely: int | None = None  # alternatives told with each token; None: no probabilities are told
+    traced: bool = False  # updates hold the trees of its steps
 
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    finish: Finish | None = None
-    error: Exception | None = None
-    finite: bool = True
+    tokens: list[int] = field(default_factory=list)  # a closing EOS included
+    pieces: list[str] = field(default_factory=list)  # of text that streams: what each token made certain
+    steps: list[Step] = field(default_factory=list)  # the target's passes after the prompt's
+    finish: Finish | None = None  # why it ended
+    error: Exception | None = None  # why it failed; the engine goes on with the others
     cancelled: bool = False
-    arrived: float = 0.0
-    began: float = 0.0
-    number: int = -1
-    shared: int = 0
-    sequence: list[int] = field(default_factory=list)
-    committed: list[int] = field(default_factory=list)
-    drafted: int | None = None
-    known: int = 0
-    fresh: list[int] = field(default_factory=list)
-    again: int = 0
-    alone: bool = False
-    likely: list[Any] = field(default_factory=list)
+    arrived: float = 0.0  # when the server got it
+    began: float = 0.0  # when its prompt was first read
+    number: int = -1  # counted from 0 in the order in which prompts are read
+    shared: int = 0  # tokens of the prompt that were known from another request, and not read
+    sequence: list[int] = field(
+        default_factory=list
+    )  # prompt and all that passes brought; the last is unread
+    committed: list[int] = field(
+        default_factory=list
+    )  # what the last pass brought, the target's own included
+    drafted: int | None = None  # the depth of its deepest guess; None for the prompt's pass
+    finite: bool = True  # whether all scores that decided were finite; else the text took nothing
+    known: int = 0  # of its first tokens, how many the text had already
+    fresh: list[int] = field(default_factory=list)  # those that the text took
+    again: int = 0  # tokens of the text that it makes again after another request's failure
+    alone: bool = False  # it took part in a pass that failed, so it gets the engine for itself
+    likely: list[Any] = field(default_factory=list)  # probabilities of tokens not yet certain to be text
 
     def __post_init__(self) -> None:
         read = self.streams or self.stop
@@ -134,7 +107,7 @@ class Request:
                 self.finish = "stop"
             if self._reader is not None:
                 self.pieces.append(self._reader.push(token))
-                self._ends.append(self._reader.read)
+                self._ends.append(self._reader.decoded)
                 if self._reader.stopped:
                     self.finish = "stop"
                 if self.finish is not None:
@@ -146,7 +119,7 @@ class Request:
         begins is not."""
         start, end = self._released, len(self.tokens)
         if self._reader is not None:
-            end = next((i for i in range(start, end) if min(self._ends[i:]) > self._reader.given), end)
+            end = next((i for i in range(start, end) if min(self._ends[i:]) > self._reader.released), end)
         self._released = end
         return self.tokens[start:end]
 

@@ -49,23 +49,17 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Row:
-    """What a processor is made from: a prompt and the parameters of its answer."""
+    """What a processor is made from: a prompt, as ids [1, start], and the parameters of its answer."""
 
-    prompt: Any  # ids [1, T], which Hugging Face calls a LongTensor
+    prompt: Any  # Hugging Face calls it a LongTensor
+    start: int
+    device: Any
     limit: int  # the most tokens that the answer may have
     eos: list[int]
     temperature: float
     forces_bos: bool
     vocab: int
     stopped: Callable[[list[int]], bool]  # whether an answer so far holds a stop string
-
-    @property
-    def start(self) -> int:
-        return int(self.prompt.shape[1])
-
-    @property
-    def device(self) -> Any:
-        return self.prompt.device
 
 
 @dataclass(frozen=True)
@@ -239,20 +233,28 @@ class SamplingParams:
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
         """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
         config, own = self.target.generation_config, self.sampling
-        ids = torch.tensor([list(prompt)], device=self.target.device)
-        eos = sorted(token for token in self.eos if token < self.target.vocab)
-        forces_bos, vocab = config.forced_bos_token_id is not None, self.target.vocab
-        row = Row(ids, self.limit(prompt), eos, own.temperature, forces_bos, vocab, self._stopped)
-        made = self._processors(PROCESSORS, row)
+        target, device = self.target, self.target.device
+        row = Row(
+            prompt=torch.tensor([list(prompt)], device=device),
+            start=len(prompt),
+            device=device,
+            limit=self.limit(prompt),
+            eos=sorted(token for token in self.eos if token < target.vocab),
+            temperature=own.temperature,
+            forces_bos=config.forced_bos_token_id is not None,
+            vocab=target.vocab,
+            stopped=self._stopped,
+        )
+        config_processors = self._processors(PROCESSORS, row)
         if config.min_new_tokens is not None:
-            made.pop("min_length", None)
+            config_processors.pop("min_length", None)
         penalty = own.repetition_penalty
-        given = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
-        if next(iter(made), None) == "repetition_penalty" and not given:
-            del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
-        elif "repetition_penalty" in made:
+        replaced = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
+        if next(iter(config_processors), None) == "repetition_penalty" and not replaced:
+            del config_processors["repetition_penalty"]  # the sampler's own also comes first, and is faster
+        elif "repetition_penalty" in config_processors:
             penalty = 1.0
-        merged = _merged(list(made.values()), own.processors)
+        merged = _merged(list(config_processors.values()), own.processors)
         processors: list[Processor] = [BeforeEnd(each, row) for each in merged]
         warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
         if own.temperature:
@@ -273,35 +275,35 @@ class SamplingParams:
         return frozenset() if self.target.text is None else silent_stops(self.target.text, self.stop)
 
     def _processors(self, table: Table, row: Row) -> dict[str, Processor]:
-        made = {}
+        processors = {}
         for name, (off, make) in table.items():
             value = getattr(self.target.generation_config, name, None)
             if name == "repetition_penalty":
                 value = self.sampling.repetition_penalty
             if value not in (None, off, []) and (row.eos or name not in NEED_EOS):
                 with _blamed(self.target, name, value):
-                    made[name] = make(value, row)
-        return made
+                    processors[name] = make(value, row)
+        return processors
 
 
-def resolve_sampling(target: Target, **given: Any) -> Sampling:
+def resolve_sampling(target: Target, **options: Any) -> Sampling:
     """`Sampling` from the arguments or else generation_config. It is greedy unless a temperature is given or
     generation_config sets `do_sample`. Raises ValueError."""
     config = target.generation_config
-    given = {name: value for name, value in given.items() if value is not None}
-    processors = given.get("processors", ())
+    options = {name: value for name, value in options.items() if value is not None}
+    processors = options.get("processors", ())
     check_kind("processors", processors, (list, tuple), "give a list of LogitsProcessors")
-    given["processors"] = tuple(processors)
-    if "temperature" not in given and not config.do_sample:
-        given["temperature"] = 0.0
+    options["processors"] = tuple(processors)
+    if "temperature" not in options and not config.do_sample:
+        options["temperature"] = 0.0
     defaults = {"temperature": 1.0}
-    for name in ("repetition_penalty", *(SAMPLED if given.get("temperature") != 0 else ())):
+    for name in ("repetition_penalty", *(SAMPLED if options.get("temperature") != 0 else ())):
         value = getattr(config, name, None)
-        if value is not None and name not in given:
+        if value is not None and name not in options:
             with _blamed(target, name, value):
                 Sampling(**{name: value})
             defaults[name] = value
-    return Sampling(**defaults | given)
+    return Sampling(**defaults | options)
 
 
 def check_kind(name: str, value: Any, kind: Any, advice: str) -> None:
@@ -322,10 +324,10 @@ def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
         ) from error
 
 
-def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor]:
-    """Both lists of processors. A given one replaces one of its type, as in Hugging Face."""
-    merged = [next((own for own in given if type(own) is type(each)), each) for each in made]
-    return [*merged, *(own for own in given if not any(own is each for each in merged))]
+def _merged(processors: list[Processor], own: Sequence[Processor]) -> list[Processor]:
+    """Both lists. The caller's `own` replace those of their type, as in Hugging Face."""
+    merged = [next((one for one in own if type(one) is type(each)), each) for each in processors]
+    return [*merged, *(one for one in own if not any(one is each for each in merged))]
 
 
 def _grammar(
@@ -343,9 +345,9 @@ def _grammar(
     return source if isinstance(source, Grammar) else read_grammar(target, kind, source, eos, limits)
 
 
-def _eos(target: Target, given: Any) -> frozenset[int]:
-    if given is not None:
-        return frozenset(checked_ids(several(given), target.vocab, "eos_token_ids"))
+def _eos(target: Target, own: Any) -> frozenset[int]:
+    if own is not None:
+        return frozenset(checked_ids(several(own), target.vocab, "eos_token_ids"))
     ids = target.generation_config.eos_token_id
     if ids is None and target.text is not None:
         ids = target.text.eos

@@ -49,16 +49,17 @@ class Refused(Exception):
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
+@dataclass(eq=False)
 class Ticket:
     """The requests of one HTTP request, and their updates that nobody has read yet. However slowly these are
     read, they hold no more than the answers' text, and nothing waits for the reader."""
 
-    def __init__(self, worker: Worker, metrics: Metrics) -> None:
-        self.worker, self.metrics = worker, metrics
-        self.requests: list[Request] = []
-        self._heard: dict[int, float] = {}  # when each request had its last update
-        self._unread: list[Update] = []
-        self._fresh = asyncio.Event()
+    worker: Worker
+    metrics: Metrics
+    requests: list[Request] = field(default_factory=list)
+    _heard: dict[int, float] = field(default_factory=dict)  # when each request had its last update
+    _unread: list[Update] = field(default_factory=list)
+    _fresh: asyncio.Event = field(default_factory=asyncio.Event)
 
     def submit(self, requests: list[Request]) -> None:
         """Queue the requests. Raises Busy."""
@@ -123,24 +124,15 @@ class Ticket:
 
 @dataclass
 class Form:
-    """How a response is written: a chat's, or a completion's.
-
-    Args:
-        seed: of the answers, so that a text can be made again.
-        fingerprint: of the weights and their precision, on which texts depend as well.
-
-    Attributes:
-        calls: parts an answer's text, where it may call tools.
-        echoes: the prompts that stand before the texts, if they are wanted.
-    """
+    """How a response is written: a chat's, or a completion's."""
 
     chat: bool
     model: str
-    seed: int
-    fingerprint: str
+    seed: int  # of the answers, so that a text can be made again
+    fingerprint: str  # of the weights and their precision, on which texts depend as well
     text: Text
-    calls: Callable[[], Calls] | None = None
-    echoes: list[str] = field(default_factory=list)
+    calls: Callable[[], Calls] | None = None  # parts an answer's text, where it may call tools
+    echoes: list[str] = field(default_factory=list)  # the prompts that stand before the texts, if wanted
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time()))
 
@@ -178,14 +170,14 @@ class Form:
         """A text, or a piece of it, and the tools that it calls."""
         numbered = [*calls] if whole else [{"index": i, **call} for i, call in enumerate(calls)]
         called = {"tool_calls": numbered} if calls else {}
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self.chat and whole:
-            said = {"message": {"role": "assistant", "content": text or None if calls else text} | called}
+            content = {"message": {"role": "assistant", "content": text or None if calls else text} | called}
         elif self.chat:
-            said = {"delta": {"content": text} | called}
+            content = {"delta": {"content": text} | called}
         reason = FINISH.get(finish or "")
         reason = "tool_calls" if calls and reason else reason
-        return {"index": index} | said | {"logprobs": likely, "finish_reason": reason}
+        return {"index": index} | content | {"logprobs": likely, "finish_reason": reason}
 
     def likely(self, tokens: Sequence[Likely], place: "Place") -> dict[str, Any]:
         """Log-probabilities of tokens; `place`: where they begin in the answer, which moves behind them."""

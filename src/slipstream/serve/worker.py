@@ -45,30 +45,18 @@ class Likely:
 
 @dataclass(frozen=True)
 class Update:
-    """What a pass brought a request.
-
-    Attributes:
-        text: what became certain, without half characters or what may become a stop string.
-        tokens: those that it took, of which `text` may lack some.
-        likely: of the tokens that became certain.
-        step: what was guessed and accepted; None for the prompt's pass.
-        tree: of a step that is traced, as pages draw it.
-        at: the time.
-        finish: why it ended, if it did.
-        error: why it failed, if it did.
-        is_users: it failed by what it asks for.
-    """
+    """What a pass brought a request."""
 
     request: Request
-    text: str = ""
-    tokens: int = 0
-    likely: Sequence[Likely] = ()
-    step: Step | None = None
-    tree: dict[str, Any] | None = None
+    text: str = ""  # what became certain, without half characters or what may become a stop string
+    tokens: int = 0  # those that it took, of which `text` may lack some
+    likely: Sequence[Likely] = ()  # of the tokens that became certain
+    step: Step | None = None  # what was guessed and accepted; None for the prompt's pass
+    tree: dict[str, Any] | None = None  # of a step that is traced, as pages draw it
     at: float = field(default_factory=perf_counter)
     finish: Finish | None = None
     error: str | None = None
-    is_users: bool = False
+    is_users: bool = False  # it failed by what it asks for
 
     @property
     def last(self) -> bool:
