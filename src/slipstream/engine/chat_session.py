@@ -10,7 +10,7 @@ from slipstream.core.target import Messages, Target
 from slipstream.drafters.drafter_cache import kept_drafter
 from slipstream.engine.costs import keep, policy
 from slipstream.engine.engine import Engine
-from slipstream.engine.generate import LAWS, Generation, check
+from slipstream.engine.generate import LAWS, Generation, generation
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.trace import TracedStep, Tracer
 from slipstream.spec import Named
@@ -77,11 +77,11 @@ class ChatSession:
             while not request.done:
                 if request not in engine.step():
                     continue
-                check(self.target, [request])
+                engine.check([request])
                 tracer.take([request])
                 self.shared = request.shared
                 spent = engine.seconds - began
-                self.last = replace(Generation.of(request, spent), finish=request.finish or "length")
+                self.last = replace(generation(request, spent), finish=request.finish or "length")
                 yield request.new_pieces()
         finally:
             engine.cancel(request)

@@ -64,6 +64,10 @@ class Seconds:
         return Seconds(*map(sub, astuple(self), astuple(other)))
 
 
+class NotFinite(ValueError):
+    """Scores that decided are not finite."""
+
+
 @dataclass(eq=False, repr=False)
 class Engine:
     """Answers requests: `add` them and `step` while it is `busy`.
@@ -384,6 +388,14 @@ class Engine:
         self.seconds.host += perf_counter() - began
         return list(requests)
 
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise what the last pass of these requests failed by."""
+        for request in requests:
+            if not request.finite:
+                raise NotFinite(self.target.explain_non_finite([*request.prompt, *request.tokens]))
+            if request.error is not None:
+                raise request.error
+
     def free(self) -> None:
         """Let ended and cancelled requests leave. The last rows move into theirs."""
         if gone := [row for row, request in enumerate(self.running) if request.done]:
@@ -399,6 +411,8 @@ class Engine:
         self.cache.flush(self.lengths)
         read = {row: self.running[row].sequence[:-1] for row in gone}
         self._remember(self.running, read, self.sampler, self.cache, self.state)
+        for row in gone:
+            self.running[row].sequence = []
         if non_finite := [row for row, finite in enumerate(self.sampler.finite.tolist()) if not finite]:
             for cache in (self.cache, *self.state.caches):
                 cache.wipe(non_finite)

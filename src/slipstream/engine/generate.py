@@ -84,13 +84,6 @@ class Generation:
     seconds: Seconds
     sampling: Sampling = field(default_factory=Sampling, repr=False)
 
-    @classmethod
-    def of(cls, request: Request, seconds: Seconds) -> "Generation":
-        """What a request says, as far as it came."""
-        finish = request.finish or INTERRUPTED
-        tokens, steps = request.tokens, request.steps
-        return cls(request.prompt, tokens, request.text, finish, steps, seconds, request.sampling)
-
     @property
     def tau(self) -> float:
         """The answer's `mean_accepted_length`."""
@@ -101,6 +94,12 @@ class Generation:
         figures = f"{len(self.tokens)} tokens, τ {self.tau:.2f}, {self.seconds.total:.2f} s, {self.finish}"
         text = escape(self.text) or "(no text)"
         return f'<div style="white-space: pre-wrap">{text}</div><p><small>{figures}</small></p>'
+
+
+def generation(request: Request, seconds: Seconds) -> Generation:
+    """What a request says, as far as it came."""
+    finish, steps = request.finish or INTERRUPTED, request.steps
+    return Generation(request.prompt, request.tokens, request.text, finish, steps, seconds, request.sampling)
 
 
 class Options(SamplingOptions, total=False):
@@ -244,7 +243,7 @@ class Stream(Iterator[str]):
         (request,) = job.requests
         for seconds in job.steps():
             if request.finish is not None:
-                self.generation = Generation.of(request, seconds)
+                self.generation = generation(request, seconds)
             yield request.new_pieces()
 
 
@@ -335,7 +334,7 @@ class Job:
         try:
             while engine.busy:
                 requests = engine.step()
-                check(self.target, requests)
+                engine.check(requests)
                 if tracer is not None and requests:
                     tracer.take(requests)
                 yield engine.seconds
@@ -359,13 +358,4 @@ class Job:
 
     def generations(self, seconds: Seconds) -> list[Generation]:
         """The answers as far as they came, as `generate` returns them."""
-        return [Generation.of(request, seconds) for request in self.requests]
-
-
-def check(target: Target, requests: Sequence[Request]) -> None:
-    """Raise what the last pass of these requests failed by; ValueError for scores that are not finite."""
-    for request in requests:
-        if not request.finite:
-            raise ValueError(target.explain_non_finite([*request.prompt, *request.tokens]))
-        if request.error is not None:
-            raise request.error
+        return [generation(request, seconds) for request in self.requests]

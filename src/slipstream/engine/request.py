@@ -44,11 +44,11 @@ class Request:
     salt: int = 0  # 64 bits; only requests of one salt share prefixes and remembered answers
     ended: Callable[[list[int]], bool] | None = None  # whether the last of the tokens so far ends the text
     tell: Callable[[Any], None] | None = None  # gets the server's updates
-    most_likely: int | None = None  # alternatives told with each token; None: no probabilities are told
+    most_likely: int | None = None  # alternatives wanted with each token; None: no probabilities
     traced: bool = False  # updates hold the trees of its steps
 
     tokens: list[int] = field(default_factory=list)  # a closing EOS included
-    pieces: list[str] = field(default_factory=list)  # of text that streams: what each token made certain
+    pieces: list[str] = field(default_factory=list)  # of a text that streams: what each token made certain
     steps: list[Step] = field(default_factory=list)  # the target's passes after the prompt's
     finish: Finish | None = None  # why it ended
     error: Exception | None = None  # why it failed; the engine goes on with the others
@@ -57,12 +57,9 @@ class Request:
     began: float = 0.0  # when its prompt was first read
     number: int = -1  # counted from 0 in the order in which prompts are read
     shared: int = 0  # tokens of the prompt that were known from another request, and not read
-    sequence: list[int] = field(
-        default_factory=list
-    )  # prompt and all that passes brought; the last is unread
-    committed: list[int] = field(
-        default_factory=list
-    )  # what the last pass brought, the target's own included
+    # While it has a row: its prompt and all that passes brought, of which the target has not read the last.
+    sequence: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)  # the last pass's tokens, the target's own included
     drafted: int | None = None  # the depth of its deepest guess; None for the prompt's pass
     finite: bool = True  # whether all scores that decided were finite; else the text took nothing
     known: int = 0  # of its first tokens, how many the text had already

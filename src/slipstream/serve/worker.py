@@ -16,7 +16,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.grammar import DeadEnd
 from slipstream.core.target import Target
 from slipstream.engine.costs import keep, policy
-from slipstream.engine.engine import Engine, Seconds
+from slipstream.engine.engine import Engine, NotFinite, Seconds
 from slipstream.engine.generate import LAWS
 from slipstream.engine.request import Finish, Request, Step
 from slipstream.engine.trace import PassTrees, TracedStep, drawn
@@ -184,11 +184,7 @@ class Worker:
     def _update(self, row: int, request: Request, trees: Callable[[], PassTrees], seconds: Seconds) -> Update:
         """What a pass brought a request, in this row. A failure is its own alone."""
         try:
-            if not request.finite:
-                prompt, tokens = request.prompt, request.tokens
-                raise NotFinite(self.engine.target.explain_non_finite([*prompt, *tokens]))
-            if request.error is not None:
-                raise request.error
+            self.engine.check([request])
             fresh, most = request.fresh, request.most_likely
             step = request.steps[-1] if request.drafted is not None and fresh else None
             if most is not None:
@@ -235,17 +231,10 @@ class Worker:
         return updates
 
 
-class NotFinite(ValueError):
-    """Scores that decided are not finite."""
-
-
 def _failure(request: Request, error: Exception) -> Update:
-    request.error = error.with_traceback(
-        None
-    )  # its frames hold the request, which would wait for the collector
-    is_users = isinstance(error, DeadEnd)
+    request.error = error.with_traceback(None)  # whose frames hold the request
     fault = str(error) if isinstance(error, DeadEnd | NotFinite) else f"{type(error).__name__}: {error}"
-    return Update(request, error=fault, is_users=is_users)
+    return Update(request, error=fault, is_users=isinstance(error, DeadEnd))
 
 
 def cached_tokens(request: Request) -> int:
