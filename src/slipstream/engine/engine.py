@@ -107,9 +107,7 @@ class Engine:
         self.seconds = Seconds()
         self._admitted = 0
         self._record = recorder(self.target) if self.law is coupled else None  # others look at what they drew
-        self.room = Room.largest(
-            map(self.drafter.room, (None, *self.shapes))
-        )  # of all trees, before it starts
+        self.room = Room.largest(map(self.drafter.room, (None, *self.shapes)))  # checks all trees
         self._start()
 
     def _start(self) -> None:
