@@ -82,18 +82,18 @@ def together(target: HFTarget, drafter: Drafter, wanted: list[Wanted], rows: int
     """All of them, in one engine."""
     chance, requests = random.Random(1), [Request(each.prompt, each.sampling, each.new) for each in wanted]
     waiting, capacity = requests[:], max(len(each.prompt) + each.new for each in wanted)
-    engine = Engine(target, drafter, rows=rows, capacity=capacity, shapes=drafter.rungs)
+    engine = Engine(target, drafter, rows=rows, capacity=capacity, specs=drafter.candidate_trees)
     while waiting or engine.busy:
         engine.free()
         free = 0 if engine.prefill else min(len(waiting), rows - len(engine.running))
         if free and (not engine.running or chance.random() < 0.3):
             engine.begin(*(waiting.pop(0) for _ in range(chance.randint(1, free))))
         # Trees of every size, as a policy may choose them.
-        shape = chance.choice(drafter.rungs) if drafter.rungs else None
+        spec = chance.choice(drafter.candidate_trees) if drafter.candidate_trees else None
         if engine.prefill is not None and (not engine.running or chance.random() < 0.5):
             engine.read()
         else:
-            engine.decode(shape=shape)
+            engine.decode(spec=spec)
     return [request.tokens for request in requests]
 
 

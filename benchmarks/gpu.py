@@ -1,8 +1,8 @@
 """Rounds on a GPU, eager, compiled and captured: that they say the same, and what they cost.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu_smollm2.json
-    python benchmarks/gpu.py --shape 7b --json benchmarks/results/gpu_7b.json
-    python benchmarks/gpu.py --shape tiny --device cpu --contexts 16 --max-new-tokens 8
+    python benchmarks/gpu.py --spec 7b --json benchmarks/results/gpu_7b.json
+    python benchmarks/gpu.py --spec tiny --device cpu --contexts 16 --max-new-tokens 8
     python benchmarks/gpu.py --answers --max-new-tokens 128 --json benchmarks/results/gpu_answers.json
 
 Proves first, in float64: texts of every drafter, captured, and texts written at once are those of eager plain
@@ -153,12 +153,12 @@ def _beside(costs: Sequence[Against]) -> Figures:
     return table
 
 
-def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
+def random_llama(spec: str, dtype: str, device: str) -> HFTarget:
     """A Llama of a size in `SHAPES`, with random weights and without a tokenizer. Raises ValueError where
     there is no such device."""
     with place_of(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=getattr(torch, dtype))
-    return HFTarget(model, name=f"random {shape}")
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[spec]), dtype=getattr(torch, dtype))
+    return HFTarget(model, name=f"random {spec}")
 
 
 def in_mode(target: HFTarget, mode: str) -> HFTarget:
@@ -404,7 +404,7 @@ def _free(device: torch.device) -> None:
 
 def main(
     target: cli.TargetName = "smollm2",
-    shape: Annotated[
+    spec: Annotated[
         str | None,
         cli.option(f"random weights of this size ({', '.join(SHAPES)}) instead of a target", "SIZE"),
     ] = None,
@@ -420,9 +420,9 @@ def main(
     json_path: cli.JsonPath = None,
 ) -> None:
     until = perf_counter() + budget
-    check_writable(json_path, reads=[] if shape else cli.inputs(target, files=questions))
-    if shape not in (None, *SHAPES):
-        raise ValueError(f"Unknown shape: {shape!r}. Available: {', '.join(SHAPES)}")
+    check_writable(json_path, reads=[] if spec else cli.inputs(target, files=questions))
+    if spec not in (None, *SHAPES):
+        raise ValueError(f"Unknown spec: {spec!r}. Available: {', '.join(SHAPES)}")
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ValueError(f"Unknown mode: {unknown[0]!r}. Available: {', '.join(MODES)}")
 
@@ -430,9 +430,9 @@ def main(
         (lambda report: report.write(json_path)) if json_path else lambda report: None
     )
     if whole:
-        if shape is not None:
+        if spec is not None:
             raise ValueError(
-                "--answers are to questions, which random weights cannot read: leave --shape out"
+                "--answers are to questions, which random weights cannot read: leave --spec out"
             )
         mode = modes[-1] if torch.device(device).type == "cuda" else "eager"
         model = in_mode(cli.load(target, dtype, device), mode)
@@ -442,11 +442,11 @@ def main(
         return cli.deliver(found, json_path)
 
     def loaded(dtype: str) -> HFTarget:
-        return cli.load(target, dtype, device) if shape is None else random_llama(shape, dtype, device)
+        return cli.load(target, dtype, device) if spec is None else random_llama(spec, dtype, device)
 
     proved: list[Proof] = []
-    drafters = UNTRAINED if shape else (*UNTRAINED, *TRAINED)
-    if shape != "7b":  # in float64 it is too large for most GPUs
+    drafters = UNTRAINED if spec else (*UNTRAINED, *TRAINED)
+    if spec != "7b":  # in float64 it is too large for most GPUs
         eager = loaded("float64")
         proved = [prove_at_once(eager), *prove(eager, drafters)]
         del eager

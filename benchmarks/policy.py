@@ -32,7 +32,7 @@ from common import Turn, cells_in, prompts_by_file, ratio, run, texts_behind
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.costs import keep, policy
@@ -116,11 +116,11 @@ class PolicyReport(Report):
 
 @dataclass
 class Arm:
-    """Texts under way in one manner; `shape`: a tree that is always grown. `made`, `spent`: tokens over all
+    """Texts under way in one manner; `spec`: a tree that is always grown. `made`, `spent`: tokens over all
     texts and seconds, after each round."""
 
     engine: Engine
-    shape: Shape | None = None
+    spec: TreeSpec | None = None
     made: list[int] = field(default_factory=lambda: [0])
     spent: list[float] = field(default_factory=lambda: [0.0])
 
@@ -128,7 +128,7 @@ class Arm:
         """Some rounds."""
         for _ in range(rounds):
             began = perf_counter()
-            made = self.engine.step(shape=self.shape)
+            made = self.engine.step(spec=self.tree_spec)
             self.spent.append(self.spent[-1] + perf_counter() - began)
             self.made.append(self.made[-1] + sum(len(request.committed) for request in made))
 
@@ -141,7 +141,7 @@ class Arm:
 def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Engine:
     """An engine that has read the prompts, to be forked."""
     capacity = max(map(len, prompts)) + ROOM
-    engine = Engine(target, drafter, rows=len(prompts), capacity=capacity, shapes=drafter.rungs)
+    engine = Engine(target, drafter, rows=len(prompts), capacity=capacity, specs=drafter.candidate_trees)
     engine.admit(*map(Request, prompts))
     engine.span = None
     return engine
@@ -189,15 +189,15 @@ def cell(
     }
 
 
-def quickest(auto: Drafter, engine: Engine, prompts: list[list[int]], temperature: float) -> Shape:
+def quickest(auto: Drafter, engine: Engine, prompts: list[list[int]], temperature: float) -> TreeSpec:
     """The tree that decodes most tokens a second in one turn."""
-    trial, speeds = forked(engine, prompts, temperature, auto), dict[Shape, float]()
-    for shape in auto.rungs:
-        Arm(trial, shape).turn(1)  # makes graphs, and reads what there is to read
-        arm = Arm(trial, shape)
+    trial, speeds = forked(engine, prompts, temperature, auto), dict[TreeSpec, float]()
+    for spec in auto.candidate_trees:
+        Arm(trial, spec).turn(1)  # makes graphs, and reads what there is to read
+        arm = Arm(trial, spec)
         arm.turn()
-        speeds[shape] = arm.made[-1] / arm.spent[-1]
-    return max(auto.rungs[1:], key=lambda shape: speeds[shape])
+        speeds[spec] = arm.made[-1] / arm.spent[-1]
+    return max(auto.candidate_trees[1:], key=lambda spec: speeds[spec])
 
 
 def loaded(target: str, precision: str, compiled: bool) -> HFTarget:

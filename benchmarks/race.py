@@ -24,7 +24,7 @@ import typer
 
 from common import run
 from slipstream.cli import common as cli
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.engine import Seconds
@@ -46,7 +46,7 @@ def race(
     found = []
     for i in range(races):
         order = kinds[i % len(kinds) :] + kinds[: i % len(kinds)]
-        arms = [(heads[head], Shape.parse(tree)) for head, tree in order]
+        arms = [(heads[head], TreeSpec.parse(tree)) for head, tree in order]
         plain, *spent = Rounds(target, [(Vanilla(), None), *arms], [probe], most=rounds).run(rounds)
         found.append((plain, dict(zip(order, spent, strict=True))))
         print(f"race {i + 1} of {races}: plain {1e3 * plain.total:.1f} ms", file=sys.stderr, flush=True)

@@ -78,7 +78,7 @@ def compare(
     prompts = [encode(target, each) for each in messages]
     body = {"model": target.name, "stream": True, "temperature": 0.0}
     bodies = [body | {"messages": each, "max_tokens": new} for each in messages]
-    single = Engine(target, drafter, rows=1, capacity=max(map(len, prompts)) + 4, shapes=drafter.rungs)
+    single = Engine(target, drafter, rows=1, capacity=max(map(len, prompts)) + 4, specs=drafter.candidate_trees)
     speeds: dict[str, list[float]] = {"generate": [], "engine": [], "server": []}
     prefill, first = list[float](), list[float]()
     engine = WithoutHTTP(target, drafter, len(asked))

@@ -69,12 +69,12 @@ def runs(target, tmp_path_factory):
 
 
 def test_heads_share_one_verify_time_and_the_first_is_compared_with_itself(target, runs, tmp_path):
-    shapes = ("chain-2", "best-first-2x3", "best-first-2x4")
-    report = heads.compare_heads(target, runs, ASKED[1:], shapes, (1.0,), rounds=1, **SMALL)
+    specs = ("chain-2", "best-first-2x3", "best-first-2x4")
+    report = heads.compare_heads(target, runs, ASKED[1:], specs, (1.0,), rounds=1, **SMALL)
     assert list(report.heads) == ["eagle", "fasteagle"]
     assert report.questions == {"b": 2}
     for head in report.heads.values():
-        assert [(row.temperature, row.tree) for row in head.trees] == [(1.0, shape) for shape in shapes]
+        assert [(row.temperature, row.tree) for row in head.trees] == [(1.0, spec) for spec in specs]
         assert all(row.alpha is not None for row in head.trees if row.tree == "chain-2")
     assert all(row.share == 1 and row.interval == (1, 1) for row in report.heads["eagle"].trees)
     costs = report.costs["eager"]
@@ -244,11 +244,11 @@ def test_whole_answers_end_when_their_time_is_over(target, tmp_path, monkeypatch
         report = answers.AnswersReport.read(path)
         assert (ended.value.code or 0, report.stopped) == (0, stopped)
         assert (len(report.arms) > 5) == (stopped is None)
-    monkeypatch.setattr(sys, "argv", [*words, "--shape", "tiny"])
+    monkeypatch.setattr(sys, "argv", [*words, "--spec", "tiny"])
     with pytest.raises(SystemExit) as ended:
         gpu.run(gpu.main)
     assert ended.value.code == 2
-    assert "leave --shape out" in capsys.readouterr().err
+    assert "leave --spec out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
@@ -408,12 +408,12 @@ def test_forked_engines_decode_what_one_that_read_the_prompts_does(target):
     engine = policy.read(target, auto, asked)
     for temperature in (0.0, 1.0):
         arms = [policy.Arm(policy.forked(engine, asked, temperature, each)) for each in (None, None, auto)]
-        arms[2].shape = auto.rungs[2]
+        arms[2].shape = auto.candidate_trees[2]
         lines = []
         for arm in arms:
             line = ["", ""]
             while min(map(len, line)) < 12:
-                for each in arm.engine.step(shape=arm.shape):
+                for each in arm.engine.step(spec=arm.shape):
                     line[each.number] += "".join(map(chr, each.committed))
             lines.append([text[:12] for text in line])
         assert lines[0] == lines[1] == lines[2]

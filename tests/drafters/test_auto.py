@@ -30,11 +30,11 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, behind, monke
     made = []
     for lags in (True, False):
         auto = Auto(head(target))
-        tree = auto.rungs[-1]
-        engine = Engine(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+        tree = auto.candidate_trees[-1]
+        engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
         engine.admit(*map(Request, PROMPTS))
-        for shape in (tree, tree, *[PLAIN] * plain):
-            engine.step(shape=shape)
+        for spec in (tree, tree, *[PLAIN] * plain):
+            engine.step(spec=spec)
             if not lags:
                 auto.catch_up(engine.state)
         assert lags or not engine.state.missed
@@ -55,13 +55,13 @@ def test_a_head_begins_with_what_is_in_its_reach(head, plain, reach, each, monke
     target = tiny.target("llama")
     auto = Auto(head(target))
     auto.hybrid.head.reach = reach
-    engine = Engine(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+    engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
     engine.admit(*map(Request, PROMPTS))
     for _ in range(plain):
-        engine.step(shape=PLAIN)
+        engine.step(spec=PLAIN)
     texts = [request.sequence[:-1] for request in engine.running]
     with patch.object(auto.hybrid.head, "update", wraps=auto.hybrid.head.update) as update:
-        engine.step(shape=auto.rungs[-1])
+        engine.step(spec=auto.candidate_trees[-1])
     (span, _), _ = update.call_args
     last = [text[-each:] for text in texts]
     assert span.count.tolist() == [len(text) for text in last]
@@ -76,12 +76,12 @@ def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(he
     target, made = tiny.target("llama"), []
     for lags in (True, False):
         auto = Auto(head(target))
-        tree = auto.rungs[-1]
-        engine = Engine(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+        tree = auto.candidate_trees[-1]
+        engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
         flush = () if lags else (engine.state,)
 
-        def rounds(shape, engine=engine, flush=flush):
-            engine.step(shape=shape)
+        def rounds(spec, engine=engine, flush=flush):
+            engine.step(spec=spec)
             for state in flush:
                 state.flush()
 
@@ -107,12 +107,12 @@ def test_what_is_kept_of_a_text_takes_no_head_that_nobody_asked_for():
     """A server keeps prefixes: its head read each prompt, although no tree of it was grown."""
     target, prompt = tiny.target("llama"), [i % 50 for i in range(20)]
     auto = Auto(tiny.fasteagle(target))
-    engine = Engine(target, auto, rows=2, shapes=auto.rungs, keep=100)
+    engine = Engine(target, auto, rows=2, specs=auto.candidate_trees, keep=100)
     engine.admit(Request(prompt))
     (other,) = engine.admit(Request([*prompt, 7, 7]))
     assert other.shared == len(prompt) - 1
     assert not engine.state.reads
-    engine.step(shape=auto.rungs[-1])  # now it is
+    engine.step(spec=auto.candidate_trees[-1])  # now it is
     engine.cancel(engine.running[0])
     engine.free()
     assert engine.admit(Request([*prompt, 8, 8]))[0].shared == len(prompt) - 1
@@ -127,11 +127,11 @@ def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
     auto = Auto(tiny.fasteagle(target))
     read = []
     monkeypatch.setattr(auto.hybrid.head, "update", lambda span, state: read.append(span))
-    engine = Engine(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+    engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
     for prompt in PROMPTS:
         engine.admit(Request(prompt))
     for _ in range(40):
-        engine.step(shape=PLAIN)
+        engine.step(spec=PLAIN)
         assert engine.state.columns * engine.state.width < behind
     engine.cancel(*engine.running[1:])
     engine.free()
@@ -163,7 +163,7 @@ def test_without_weights_there_are_matches_alone():
     """A target that nothing was trained for."""
     target = tiny.target("llama")
     auto = load_drafter("auto", target)
-    assert [rung.name for rung in auto.rungs] == ["plain", "matches-4", "matches-8", "matches-16"]
+    assert [rung.name for rung in auto.candidate_trees] == ["plain", "matches-4", "matches-8", "matches-16"]
     assert auto.taps == ()
     made = generate(target, PROMPTS, auto, max_new_tokens=30)
     assert [each.tokens for each in made] == [
@@ -176,19 +176,19 @@ def test_masks_ride_with_the_heads_trees_alone():
     the head's tree gets them."""
     target = tiny.target("llama")
     auto = Auto(tiny.bita(target, hosts=2))
-    plain, match, tree = auto.rungs[0], auto.rungs[1], auto.rungs[-1]
-    engine = Engine(target, auto, rows=1, capacity=120, shapes=auto.rungs)
+    plain, match, tree = auto.candidate_trees[0], auto.candidate_trees[1], auto.candidate_trees[-1]
+    engine = Engine(target, auto, rows=1, capacity=120, specs=auto.candidate_trees)
     engine.admit(Request(tiny.prompts(23)[0]))
-    (first,) = engine.step(shape=tree)
+    (first,) = engine.step(spec=tree)
     assert first.drafted, "the prompt's last token hosts masks"
-    for shape in (plain, match):
-        engine.step(shape=shape)
+    for spec in (plain, match):
+        engine.step(spec=spec)
         assert engine.span.tree.probes is None
         assert not engine.state.head.known.any()
-        engine.step(shape=tree)
+        engine.step(spec=tree)
         assert engine.span.tree.probes is not None
         assert engine.state.head.known.all()
-        (then,) = engine.step(shape=tree)
+        (then,) = engine.step(spec=tree)
         assert then.drafted
 
 
@@ -199,12 +199,12 @@ def test_a_draft_model_is_offered_chains(temperature, tmp_path):
     tiny.reference("mistral").save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     auto = load_drafter(f"auto:head=draft-model:model={tmp_path}", target, temperature)
-    assert [rung.name for rung in auto.rungs[4:]] == ["chain-1", "chain-2", "chain-4", "chain-8"]
+    assert [rung.name for rung in auto.candidate_trees[4:]] == ["chain-1", "chain-2", "chain-4", "chain-8"]
     how = {"max_new_tokens": 30, "temperature": temperature, "seed": 3}
     made, plain = (generate(target, PROMPTS, drafter, **how) for drafter in (auto, "vanilla"))
     assert [each.tokens for each in made] == [each.tokens for each in plain]
     part = Auto(tiny.distilled(target))
-    assert part.rungs[4].name == "best-first-1x2", "one block is as cheap as a head"
+    assert part.candidate_trees[4].name == "best-first-1x2", "one block is as cheap as a head"
 
 
 def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path):

@@ -161,11 +161,11 @@ def test_an_answer_that_was_given_before_is_drafted_and_stays_the_same(name, tmp
 
 
 def test_a_round_may_ask_for_fewer_nodes():
-    target, shape = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").shape
-    engine = Engine(target, Suffix(), shapes=[shape])
+    target, spec = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").shape
+    engine = Engine(target, Suffix(), specs=[spec])
     engine.admit(Request([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3))
     for _ in range(6):
-        engine.step(shape=shape)
+        engine.step(spec=spec)
         assert engine.span.tree.nodes <= 4
         assert engine.span.tree.depth <= 2
 

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import tiny
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.auto import SAMPLED, Auto
 from slipstream.engine import costs, generate
 from slipstream.files import cache_home, read_results
@@ -44,14 +44,14 @@ def test_rounds_that_were_measured_at_one_temperature_are_not_at_another(auto, m
     target, drafter = auto
     head, timed = drafter.hybrid.head, []
     sampling = Auto(head, drafter.name + SAMPLED)
-    tuned = Auto(head, drafter.name + SAMPLED, tuned=(Shape.parse("chain-2"),))
+    tuned = Auto(head, drafter.name + SAMPLED, tuned=(TreeSpec.parse("chain-2"),))
     monkeypatch.setattr(
-        costs, "measured", lambda _, given, texts: timed.append(given) or [2.0] * len(given.rungs)
+        costs, "measured", lambda _, given, texts: timed.append(given) or [2.0] * len(given.candidate_trees)
     )
     for each in (drafter, sampling, tuned, drafter, sampling, tuned):
         monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
         costs.policy(target, each, 1)
-        assert costs.ledger(target, each).seconds[1] == [2.0] * len(each.rungs)
+        assert costs.ledger(target, each).seconds[1] == [2.0] * len(each.candidate_trees)
     assert timed == [drafter, tuned]
 
 
@@ -60,14 +60,14 @@ def test_texts_that_are_left_of_many_are_weighed_by_what_fewer_cost(auto, monkey
     target, drafter = auto
     for texts, tree in ((1, 1.1), (8, 7.0)):
         monkeypatch.setattr(
-            costs, "measured", lambda *_, tree=tree: [1.0] + [tree] * (len(drafter.rungs) - 1)
+            costs, "measured", lambda *_, tree=tree: [1.0] + [tree] * (len(drafter.candidate_trees) - 1)
         )
         costs.policy(target, drafter, texts)
     monkeypatch.setattr(costs, "measured", None)
     monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
     chooses = costs.policy(target, drafter, 8)
-    assert chooses.choose([*range(8)], [0] * 8) is drafter.rungs[0]
-    assert chooses.choose([7], [0]) is not drafter.rungs[0]
+    assert chooses.choose([*range(8)], [0] * 8) is drafter.candidate_trees[0]
+    assert chooses.choose([7], [0]) is not drafter.candidate_trees[0]
 
 
 def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
@@ -77,9 +77,9 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     step, head = costs.Engine.step, drafter.hybrid.head
     update = head.update
 
-    def stepped(engine, shape):
-        events.append(shape.name)
-        return step(engine, shape=shape)
+    def stepped(engine, spec):
+        events.append(spec.name)
+        return step(engine, spec=spec)
 
     def read(span, state):
         events.append(span.tokens.shape[1])
@@ -88,7 +88,7 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     monkeypatch.setattr(costs.Engine, "step", stepped)
     monkeypatch.setattr(head, "update", read)
     next(costs._laps(target, drafter, 4))
-    for tree in (rung.name for rung in drafter.rungs if rung.children):
+    for tree in (rung.name for rung in drafter.candidate_trees if rung.children):
         assert ("plain", tree, 1) in zip(events, events[1:], events[2:], strict=False)
 
 
@@ -136,7 +136,7 @@ def test_rounds_that_nobody_drafted_in_teach_nothing(auto):
 def test_news_of_all_numbers_of_texts_is_one_writing(auto, monkeypatch):
     """Each number of texts that a process had met cost the end of every answer a writing."""
     target, drafter = auto
-    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
+    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.candidate_trees))
     for texts in (1, 2, 8):
         costs.policy(target, drafter, texts)
     known = costs.ledger(target, drafter)
@@ -160,7 +160,7 @@ def test_every_choice_is_explained(auto):
     table, _ = costs.explained(target, drafter).renderables
     rounds = [int(str(cell)) for cell in table.columns[1].cells]
     assert sum(rounds) == len(made.rounds)
-    assert len(rounds) == len(drafter.rungs)
+    assert len(rounds) == len(drafter.candidate_trees)
 
 
 def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path, capsys):
@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path, cap
 @pytest.mark.parametrize("damaged", [7, "1.5", [[]], [[1.5, 20.0, 3.0]], [2.0]])
 def test_what_was_accepted_is_learnt_anew_where_it_is_damaged(auto, damaged):
     target, drafter = auto
-    for each in (damaged, {rung.name: damaged for rung in drafter.rungs}):
+    for each in (damaged, {rung.name: damaged for rung in drafter.candidate_trees}):
         costs._ledgers.clear()
         costs.update_json(
             cache_home() / costs.FILE, {costs.ACCEPTED: {costs._key(target, drafter, costs.ACCEPTED): each}}
@@ -193,7 +193,7 @@ def test_what_was_accepted_is_learnt_anew_where_it_is_damaged(auto, damaged):
 def test_costs_are_measured_anew_where_they_are_damaged(auto, damaged):
     """Arithmetic with whatever the file holds ended in a traceback."""
     target, drafter = auto
-    each = {rung.name: damaged for rung in drafter.rungs} | {costs.PACE: 0.0}
+    each = {rung.name: damaged for rung in drafter.candidate_trees} | {costs.PACE: 0.0}
     key = costs._key(target, drafter, "costs")
     stored = {costs._setting(target, texts): {key: each} for texts in (1, "one")}
     costs.update_json(cache_home() / costs.FILE, stored)
@@ -205,13 +205,13 @@ def test_every_rung_is_told_its_own_time(auto, monkeypatch):
     target, drafter = auto
     now, step = [0.0], costs.Engine.step
 
-    def timed(engine, shape):
-        now[0] += shape.nodes
-        return step(engine, shape=shape)
+    def timed(engine, spec):
+        now[0] += spec.nodes
+        return step(engine, spec=spec)
 
     monkeypatch.setattr(costs.Engine, "step", timed)
     monkeypatch.setattr(costs, "perf_counter", lambda: now[0])
-    assert costs.measured(target, drafter, 1) == [rung.nodes for rung in drafter.rungs]
+    assert costs.measured(target, drafter, 1) == [rung.nodes for rung in drafter.candidate_trees]
 
 
 def test_rounds_are_measured_in_a_short_window(auto, monkeypatch):
@@ -237,9 +237,9 @@ def test_other_kernels_are_measured_anew(auto, monkeypatch):
     costs.policy(target, drafter, 1)
     monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
     monkeypatch.setattr(costs, "build", lambda: "another")
-    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
+    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.candidate_trees))
     costs.policy(target, drafter, 1)
-    assert costs.ledger(target, drafter).seconds[1] == [1.0] * len(drafter.rungs)
+    assert costs.ledger(target, drafter).seconds[1] == [1.0] * len(drafter.candidate_trees)
 
 
 def test_a_quantised_target_begins_with_what_its_model_accepted(auto, monkeypatch):
@@ -247,12 +247,12 @@ def test_a_quantised_target_begins_with_what_its_model_accepted(auto, monkeypatc
     model = deepcopy(tiny.reference("llama")).float()
     whole, small = HFTarget(model), HFTarget(model, quantize="int8")
     drafter = Auto(tiny.eagle(whole), "auto:head=tiny")
-    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
+    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.candidate_trees))
     costs.policy(whole, drafter, 1)
     known = costs.ledger(whole, drafter)
     known.of(4, 0).mean, known.chosen[4] = 0.4321, costs.NEWS
     costs.keep(whole, drafter)
     assert costs.ledger(small, drafter).of(4, 0).mean == 0.432
-    monkeypatch.setattr(costs, "measured", lambda *_: [2.0] * len(drafter.rungs))
+    monkeypatch.setattr(costs, "measured", lambda *_: [2.0] * len(drafter.candidate_trees))
     costs.policy(small, drafter, 1)
-    assert costs.ledger(small, drafter).seconds[1] == [2.0] * len(drafter.rungs)
+    assert costs.ledger(small, drafter).seconds[1] == [2.0] * len(drafter.candidate_trees)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import tiny
 from slipstream.core.sampling import Sampling, rows_of
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine import cuda_graphs as capture, engine
 from slipstream.engine.generate import Job
@@ -30,7 +30,7 @@ DRAFTERS = {
 }
 PROMPTS = tiny.prompts(7, 13, 40)
 NEW = 30  # past a multiple of the span below
-pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
+pytestmark = pytest.mark.usefixtures("unchecked")  # specs and types are checked by the exactness suite
 
 
 WAIT = (  # on a GPU, which a capture does not allow
@@ -102,17 +102,17 @@ def test_captured_rounds_may_grow_other_trees_in_turn(tapes, name, monkeypatch):
     behind."""
     target = tiny.target("llama")
     drafter = DRAFTERS[name](target, [])
-    shapes = [None, PLAIN, Shape.parse("chain-2"), Shape.parse("best-first-3x8")]
+    specs = [None, PLAIN, TreeSpec.parse("chain-2"), TreeSpec.parse("best-first-3x8")]
 
-    def answer(shapes, drafter) -> list[int]:
+    def answer(specs, drafter) -> list[int]:
         made = engine.Engine(target, drafter)
         request = Request(PROMPTS[1], Sampling(temperature=0.8, seed=5))
         made.admit(request)
         for i in range(40):
-            made.step(limit=1 if i % 7 == 6 else None, shape=shapes[i % len(shapes)])
+            made.step(limit=1 if i % 7 == 6 else None, spec=specs[i % len(specs)])
         return request.tokens[:41]
 
-    captured = answer(shapes, drafter)
+    captured = answer(specs, drafter)
     monkeypatch.undo()
     assert captured == answer([None], Vanilla())
     assert len(tapes) > 8

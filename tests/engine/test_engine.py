@@ -9,7 +9,7 @@ import torch
 import tiny
 from slipstream.core import kv_cache as caches
 from slipstream.core.sampling import Sampling
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine import engine as engines
@@ -27,7 +27,7 @@ SAMPLING = [
 ROWS = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
 KINDS = {"T=0": [Sampling()] * len(PROMPTS), "T=1": [SAMPLING[1]] * len(PROMPTS), "mixed": ROWS}
 FAMILY = "qwen2"  # sliding windows shorter than the prompts
-pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
+pytestmark = pytest.mark.usefixtures("unchecked")  # specs and types are checked by the exactness suite
 
 
 @cache
@@ -173,22 +173,22 @@ def test_every_step_may_grow_another_tree(name):
     without guesses that leaves a stale state behind."""
     drafter = drafter_of(name, "mixed")
     law = drafter.law if drafter.law == "coupled" else "sampled"
-    shapes = [None, PLAIN, *map(Shape.parse, TREES if law == "sampled" else GROWN)]
+    specs = [None, PLAIN, *map(TreeSpec.parse, TREES if law == "sampled" else GROWN)]
     chance, drafted = random.Random(0), set()
 
     def step(engine):
-        shape = chance.choice(shapes)
-        updated = engine.decode(shape=shape)
-        if shape is PLAIN:
+        spec = chance.choice(specs)
+        updated = engine.decode(spec=spec)
+        if spec is PLAIN:
             assert engine.span.tree.nodes == 1
-        elif shape is not None and isinstance(drafter, Proposer):
-            assert engine.span.tree.nodes <= shape.nodes
-            assert engine.span.tree.depth <= shape.depth
+        elif spec is not None and isinstance(drafter, Proposer):
+            assert engine.span.tree.nodes <= spec.nodes
+            assert engine.span.tree.depth <= spec.depth
         drafted.add(engine.span.tree.nodes)
         return updated
 
     for capacity in (0, 40):
-        engine = Engine(tiny.target(FAMILY), drafter, rows=3, capacity=capacity, shapes=shapes[1:])
+        engine = Engine(tiny.target(FAMILY), drafter, rows=3, capacity=capacity, specs=specs[1:])
         play(engine, "mixed", 0, step)
     assert len(drafted) > 1
 
@@ -196,18 +196,18 @@ def test_every_step_may_grow_another_tree(name):
 def test_room_for_the_largest_tree_is_made_at_once():
     """A storage that grows, and so is copied, in the middle of a text because a tree is larger than the
     drafter's own."""
-    target, shapes = tiny.target(FAMILY), [Shape.parse("best-first-4x60"), Shape.parse("chain-2")]
+    target, specs = tiny.target(FAMILY), [TreeSpec.parse("best-first-4x60"), TreeSpec.parse("chain-2")]
     for drafter in (tiny.eagle(target), tiny.glide(target, "chain-1"), tiny.draft_model(target, "chain-1")):
-        engine = Engine(target, drafter, capacity=len(PROMPTS[0]) + NEW, shapes=shapes)
+        engine = Engine(target, drafter, capacity=len(PROMPTS[0]) + NEW, specs=specs)
         engine.admit(Request(PROMPTS[0], ROWS[0]))
         held = [cache.storage.stored[0].data_ptr() for cache in (engine.cache, *engine.state.caches)]
         while engine.lengths[0] < len(PROMPTS[0]) + NEW:
-            engine.step(shape=shapes[0])
+            engine.step(spec=specs[0])
         assert [cache.storage.stored[0].data_ptr() for cache in (engine.cache, *engine.state.caches)] == held
 
 
 def test_a_tree_that_cannot_be_grown_is_refused():
-    """A shape that a drafter was not made with came past the checks of its own."""
+    """A spec that a drafter was not made with came past the checks of its own."""
     target = tiny.target(FAMILY)
     for drafter, tree, message in (
         (tiny.fasteagle(target), "chain-4", "is 4 deep and this drafter drafts 3 tokens"),
@@ -219,11 +219,11 @@ def test_a_tree_that_cannot_be_grown_is_refused():
         (tiny.eagle(target, "chain-2", vocab=5), "backbone-2x6", "asks for 6 children a node"),
     ):
         with pytest.raises(ValueError, match=message):
-            Engine(target, drafter, shapes=[Shape.parse(tree)])
+            Engine(target, drafter, specs=[TreeSpec.parse(tree)])
         engine = Engine(target, drafter)
         engine.admit(Request(PROMPTS[0], ROWS[0]))
         with pytest.raises(ValueError, match=message):
-            engine.step(shape=Shape.parse(tree))
+            engine.step(spec=TreeSpec.parse(tree))
 
 
 def test_no_text_waits_longer_than_a_chunk(monkeypatch):

@@ -19,7 +19,7 @@ def under_way(name):
     """A target, a drafter, and an engine of two texts of at most 50 tokens."""
     target = tiny.target("llama")
     drafter = Vanilla() if name == "vanilla" else tiny.DRAFTERS[name](target, PROMPTS)
-    engine = Engine(target, drafter, rows=2, capacity=50, shapes=drafter.rungs)
+    engine = Engine(target, drafter, rows=2, capacity=50, specs=drafter.candidate_trees)
     engine.admit(*map(Request, PROMPTS))
     return target, drafter, engine
 
@@ -28,7 +28,7 @@ def under_way(name):
 def test_it_is_what_an_engine_allocates(name):
     """A cache that is not counted: a draft model's own, a copy of the target's, what only probes read."""
     target, drafter, engine = under_way(name)
-    engine.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+    engine.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
     found = memory(target, drafter, 50)
     held = [sum(x.nbytes for x in cache.storage.stored) for cache in (engine.cache, *engine.state.caches)]
     assert (2 * found.target, 2 * found.drafter) == (held[0], sum(held[1:]))
@@ -39,9 +39,9 @@ def test_it_is_what_an_engine_allocates(name):
 def test_no_round_outgrows_it(name):
     """A cache that grows is copied as a whole, in the middle of an answer."""
     _, drafter, engine = under_way(name)
-    held, shapes = engine.capacities, cycle(drafter.rungs or [None])
+    held, specs = engine.capacities, cycle(drafter.candidate_trees or [None])
     while max(engine.lengths) < 50:
-        engine.step(49 - max(engine.lengths), next(shapes))
+        engine.step(49 - max(engine.lengths), next(specs))
     assert engine.capacities == held
 
 
@@ -49,7 +49,7 @@ def test_draft_steps_take_no_slots_of_the_targets_cache():
     """Fewer texts fitted: `auto` kept room for them there, and twice for matches."""
     target = tiny.target("llama")
     auto = tiny.DRAFTERS["auto"](target, PROMPTS)
-    rows = max(rung.nodes for rung in auto.rungs)
+    rows = max(rung.nodes for rung in auto.candidate_trees)
     plain, drafted = (memory(target, drafter, 50).target for drafter in (Vanilla(), auto))
     assert drafted * (50 + 1 + 1) == plain * (50 + rows + 1)
 

@@ -36,7 +36,7 @@ def engine_of(name: str, keep: int) -> Engine:
     target = tiny.target("llama")
     drafter = tiny.DRAFTERS[name](target, [FIRST + OTHER] * 40)
     law = {"law": multi_round} if drafter.law == "multi-round" else {}
-    policy = tiny.Restless(drafter) if drafter.rungs else None
+    policy = tiny.Restless(drafter) if drafter.candidate_trees else None
     return Engine(target, drafter, **law, rows=3, policy=policy, keep=keep)
 
 
@@ -136,10 +136,10 @@ def test_remembered_answers_serve_texts_of_their_salt_alone(name, tmp_path):
     here = Engine(target, drafter, rows=1)
 
     def accepted(salt: int) -> int:
-        shape = next((rung for rung in drafter.rungs if rung.depth), None)
+        spec = next((rung for rung in drafter.candidate_trees if rung.depth), None)
         [request] = here.admit(Request(FIRST, HOW, salt=salt))
         for _ in range(4):
-            here.step(shape=shape)
+            here.step(spec=spec)
         leave(here, request)
         return sum(step.accepted for step in request.steps)
 

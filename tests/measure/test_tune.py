@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 import tiny
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.engine import costs
@@ -44,7 +44,7 @@ def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
         sizes = {(s.proposal, e.nodes, e.depth): e.estimate for s in found.proposals for e in s.budgets}
         judged = {sizes[e.proposal, e.nodes, e.depth] for e in raced if e.proposal != "sampled"}
         assert judged == set(sorted(octaves.values(), reverse=True)[:SIZES])
-        assert Shape.parse(found.chosen.tree).nodes == found.chosen.nodes
+        assert TreeSpec.parse(found.chosen.tree).nodes == found.chosen.nodes
         for seen in found.proposals:
             budgets = [size.nodes for size in seen.budgets]
             assert budgets[0] == 2
@@ -58,7 +58,7 @@ def test_sampled_children_are_raced_but_taken_only_by_name(tuned):
     assert "sampled" not in {each.proposal for each in cold.candidates}
     sampled = [each for each in hot.candidates if each.proposal == "sampled"]
     assert sampled
-    assert all(Shape.parse(each.tree).keeps_first_children for each in sampled)
+    assert all(TreeSpec.parse(each.tree).keeps_first_children for each in sampled)
     sizes = {each.nodes for each in hot.candidates if each.tree.startswith("[")}
     assert {each.nodes for each in sampled} == sizes
     assert all(1 <= each.tau <= 1 + each.depth for each in sampled)
@@ -68,9 +68,9 @@ def test_sampled_children_are_raced_but_taken_only_by_name(tuned):
 def test_the_trees_for_auto_are_the_best_of_each_size(tuned):
     for found in tuned.temperatures:
         exact = [each for each in found.candidates if each.proposal != "sampled"]
-        octaves = [Shape.parse(tree).nodes.bit_length() for tree in found.rungs]
+        octaves = [TreeSpec.parse(tree).nodes.bit_length() for tree in found.candidate_trees]
         assert sorted(octaves) == sorted({each.nodes.bit_length() for each in exact})
-        for tree, octave in zip(found.rungs, octaves, strict=True):
+        for tree, octave in zip(found.candidate_trees, octaves, strict=True):
             assert tree == next(each.tree for each in exact if each.nodes.bit_length() == octave)
 
 
@@ -78,8 +78,8 @@ def test_what_guesses_in_the_targets_passes_is_judged_by_decoding(target):
     """It was refused: no record knows what its masks say."""
     bita = tiny.bita(target, hosts=2)
     for found in tune(target, bita, ASKED, max_new_tokens=8).temperatures:
-        trees = {Shape.parse(each.tree) for each in found.candidates}
-        assert {shape.depth for shape in trees} == {1, 2, 3}
+        trees = {TreeSpec.parse(each.tree) for each in found.candidates}
+        assert {spec.depth for spec in trees} == {1, 2, 3}
         assert all(1 <= each.tau <= 1 + each.depth for each in found.candidates)
         assert found.proposals == []
         assert found.chosen.proposal != "sampled"
@@ -105,12 +105,12 @@ def test_auto_begins_with_what_tune_found(target, home, monkeypatch, temperature
     monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
     monkeypatch.setattr(costs, "measured", None)
     auto = load_drafter(name, target, temperature)
-    assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
-    assert auto.rungs[-len(auto.tuned) :] == auto.tuned
+    assert sorted(found.candidate_trees) == sorted(rung.name for rung in auto.tuned)
+    assert auto.candidate_trees[-len(auto.tuned) :] == auto.tuned
     assert [rung.nodes for rung in auto.tuned] == sorted(rung.nodes for rung in auto.tuned)
     assert auto.uses_target_noise == (found.chosen.proposal == "noise")
     known = costs.policy(target, auto, 1).ledger
-    assert all(known.of(i, 0).rounds > GUESS for i in range(1, len(auto.rungs)))
+    assert all(known.of(i, 0).rounds > GUESS for i in range(1, len(auto.candidate_trees)))
     shown = Console(width=300, file=io.StringIO())
     shown.print(costs.explained(target, auto))
     assert "Found by tune: " in shown.file.getvalue()
@@ -124,9 +124,9 @@ def test_masks_are_among_what_auto_tunes(target, home, monkeypatch, tmp_path):
     save_drafter(tmp_path / "bita", "bita", target, config, tensors, {}, dtype=None)
     (found,) = tune(target, str(tmp_path / "bita"), ASKED, temperatures=[0.0], max_new_tokens=8).temperatures
     auto = load_drafter(f"auto:head={tmp_path / 'bita'}", target)
-    assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
+    assert sorted(found.candidate_trees) == sorted(rung.name for rung in auto.tuned)
     known = costs.ledger(target, auto)
-    assert all(known.of(i, 0).rounds > GUESS for i in range(4, len(auto.rungs)))
+    assert all(known.of(i, 0).rounds > GUESS for i in range(4, len(auto.candidate_trees)))
 
 
 def test_several_texts_have_trees_of_their_own(target, home):
@@ -157,7 +157,7 @@ def test_damaged_trees_are_ignored_with_one_line(target, home, damaged, capsys):
     save_tuned(home, target.place, {0.0: damaged})
     untuned = load_drafter(f"auto:head={home}", target, 1.0)
     for _ in range(2):
-        assert load_drafter(f"auto:head={home}", target).rungs == untuned.rungs
+        assert load_drafter(f"auto:head={home}", target).candidate_trees == untuned.candidate_trees
         assert load_drafter(str(home), target).shape == load_drafter(str(home), target, 1.0).shape
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{home / 'tuned.json'} is damaged and ignored: ")
@@ -204,7 +204,7 @@ def test_the_table_is_in_the_order_of_its_figures(target, tuned):
     statics = {e.tree for f in tuned.temperatures for e in f.candidates if e.tree.startswith("[")}
     pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
     grown = {load_drafter(spec, target).shape.paths for spec in pasted}
-    assert grown == {Shape.parse(tree).paths for tree in statics}
+    assert grown == {TreeSpec.parse(tree).paths for tree in statics}
     last = next(e.tree for e in reversed(tuned.temperatures[0].candidates) if e.tree.startswith("["))
     held = tuned.temperatures[0].model_copy(update={"rungs": [last]})  # auto's, below the rows that are shown
     (line,) = tuned.model_copy(update={"temperatures": [held]}).static_trees(

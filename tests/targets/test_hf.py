@@ -25,7 +25,7 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Probes, Tree, chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
 from slipstream.engine.request import Request
@@ -156,7 +156,7 @@ class Listener(Drafter):
     def update(self, span: Span, state: State) -> None:
         self.spans.append(span)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         raise NotImplementedError("it only listens")
 
     def heard(self, what: str, row: int) -> Tensor:

@@ -126,9 +126,9 @@ def _guide(target: "HFTarget", name: str, temperature: float, explain: bool, tex
     from slipstream.engine.generate import stream
 
     guide = load_drafter(name, target, temperature)
-    if explain and not guide.rungs:
+    if explain and not guide.candidate_trees:
         raise ValueError(f"drafter {name!r} always grows the same tree: --explain is for auto")
-    if guide.rungs:
+    if guide.candidate_trees:
         with err.status(MEASURING):
             policy(target, guide, 1)
     if target.compiles:

@@ -15,16 +15,16 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.auto import SAMPLED
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import GIB, memory
-from slipstream.engine.policy import Accepted, Ledger, Policy, Trial
+from slipstream.engine.policy import Accepted, TreeStatistics, Policy, Trial
 from slipstream.engine.request import Request
 from slipstream.files import cache_home, first_line, note, read_results, understood, update_json
 from slipstream.kernels.build import fingerprint
@@ -36,16 +36,16 @@ NEWS = 32  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
 PACE = "a token read late"  # among what rungs cost
 SIGNS = ("none", "short", "long", "longer")  # matches, by `Drafter.signs`
-_ledgers: WeakKeyDictionary[Target, dict[Any, Ledger]] = WeakKeyDictionary()
+_ledgers: WeakKeyDictionary[Target, dict[Any, TreeStatistics]] = WeakKeyDictionary()
 
 
-def ledger(target: Target, drafter: Drafter) -> Ledger:
+def ledger(target: Target, drafter: Drafter) -> TreeStatistics:
     """What is known of a drafter's rungs. All drafters of the same name and rungs share it: a drafter that is
     named in each call is made anew, and need not learn anew."""
     ledgers = _ledgers.setdefault(target, {})
-    if (key := (drafter.name, drafter.rungs)) not in ledgers:
-        known = ledgers[key] = Ledger(drafter.rungs)
-        names = [rung.name for rung in drafter.rungs]
+    if (key := (drafter.name, drafter.candidate_trees)) not in ledgers:
+        known = ledgers[key] = TreeStatistics(drafter.candidate_trees)
+        names = [rung.name for rung in drafter.candidate_trees]
         with suppress(ValueError), understood(FILE):  # what is damaged is learnt anew
             known.accepted |= {
                 (names.index(name), sign): Accepted(float(mean), float(rounds))
@@ -57,7 +57,7 @@ def ledger(target: Target, drafter: Drafter) -> Ledger:
 
 def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
     """The policy for an engine of so many texts; None for a drafter that offers no rungs."""
-    if not drafter.rungs:
+    if not drafter.candidate_trees:
         return None
     with target.lock:  # one thread measures, alone
         known = ledger(target, drafter)
@@ -71,7 +71,7 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
 def keep(target: Target, drafter: Drafter) -> None:
     """Store what was accepted and what rounds cost, if there is news of it: a first measurement in a busy
     second is not for ever. All in one writing: an answer ends behind it."""
-    if not drafter.rungs:
+    if not drafter.candidate_trees:
         return
     with target.lock:
         known = ledger(target, drafter)
@@ -90,20 +90,20 @@ def learn(
     known.seconds[texts] = measured(target, drafter, texts, context)
     known.begun.add(texts)
     _store(target, drafter, _costs(target, drafter, {texts: known.seconds[texts]}))
-    for rung, shape in enumerate(drafter.rungs):
-        if shape.depth:
+    for rung, spec in enumerate(drafter.candidate_trees):
+        if spec.depth:
             deque(decode(Trial(known, rung)), maxlen=0)
     _store(target, drafter, _accepted(target, drafter, known))
 
 
-def _accepted(target: Target, drafter: Drafter, known: Ledger) -> dict[str, Any]:
+def _accepted(target: Target, drafter: Drafter, known: TreeStatistics) -> dict[str, Any]:
     """What is stored of acceptance. Other rungs of the drafter's name, which it had elsewhere, stay."""
     if not known.accepted:  # no text took guesses
         return {}
     signs = 1 + max(sign for _, sign in known.accepted)
     means = {
         rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
-        for i, rung in enumerate(drafter.rungs)
+        for i, rung in enumerate(drafter.candidate_trees)
     }
     return {ACCEPTED: _stored(target, drafter).get(ACCEPTED, {}) | means}
 
@@ -111,7 +111,7 @@ def _accepted(target: Target, drafter: Drafter, known: Ledger) -> dict[str, Any]
 def _costs(target: Target, drafter: Drafter, seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """What is stored of rounds' costs, given by numbers of texts. Other rungs, as of another temperature's
     trees, stay."""
-    names, pace = [rung.name for rung in drafter.rungs], {PACE: round(drafter.pace, 9)}
+    names, pace = [rung.name for rung in drafter.candidate_trees], {PACE: round(drafter.pace, 9)}
     known = _stored(target, drafter)
     return {
         (place := _setting(target, texts)): known.get(place, {})
@@ -158,7 +158,7 @@ def _store(target: Target, drafter: Drafter, news: Mapping[str, dict[str, Any]])
 def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
     """By texts and rung, from the user's cache: for so many, else they are measured, and for what other
     numbers are known, as an engine's texts become fewer."""
-    names, place = [*(rung.name for rung in drafter.rungs), PACE], _setting(target, "")
+    names, place = [*(rung.name for rung in drafter.candidate_trees), PACE], _setting(target, "")
     kept, paces = dict[int, list[float]](), dict[int, float]()
     for what, known in _stored(target, drafter).items():
         number = what.removeprefix(place)
@@ -193,15 +193,15 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
         spent.append(lap)
         if len(spent) == LAPS or (len(spent) >= FEWEST and perf_counter() - began > SECONDS):
             break
-    for tree in [rung for rung in drafter.rungs if rung.children][:1]:
+    for tree in [rung for rung in drafter.candidate_trees if rung.children][:1]:
         # The first engine's head read its prompts while graphs and buffers were made.
-        _engine(target, drafter, texts, context).step(shape=tree)
+        _engine(target, drafter, texts, context).step(spec=tree)
     return [median(times) for times in zip(*spent, strict=True)]
 
 
 def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> Iterator[list[float]]:
     """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
-    deepest = max(rung.depth for rung in drafter.rungs)
+    deepest = max(rung.depth for rung in drafter.candidate_trees)
     most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
     engine = _engine(target, drafter, texts, context)
 
@@ -210,22 +210,22 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
         fits = max(engine.lengths) + 3 * (deepest + 2) <= most
         return engine if fits else _engine(target, drafter, texts, context)
 
-    for rung in drafter.rungs:
+    for rung in drafter.candidate_trees:
         engine = ready()
-        engine.step(shape=rung)
+        engine.step(spec=rung)
         engine.state.flush()  # a drafter that waits reads now, and then has one token to read
-        engine.step(shape=PLAIN)
-        engine.step(shape=rung)
+        engine.step(spec=PLAIN)
+        engine.step(spec=rung)
     while True:
         lap = []
-        for rung in drafter.rungs:
+        for rung in drafter.candidate_trees:
             engine = ready()
             # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
             # took half as long again where they were timed behind the largest tree's.
-            engine.step(shape=rung)
+            engine.step(spec=rung)
             before = perf_counter()
-            drafter.signs(engine.state)
-            engine.step(shape=rung)
+            drafter.match_buckets(engine.state)
+            engine.step(spec=rung)
             lap.append(perf_counter() - before)
         yield lap
 
@@ -235,7 +235,7 @@ def _engine(target: Target, drafter: Drafter, texts: int, context: int) -> Engin
     context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
-    engine = Engine(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
+    engine = Engine(target, Full(drafter), rows=texts, capacity=capacity, specs=drafter.candidate_trees)
     sampling = Sampling(temperature=float(drafter.uses_target_noise))  # noise takes its time
     engine.admit(*(Request(prompt, sampling) for prompt in prompts))
     return engine
@@ -254,12 +254,12 @@ class Full(Drafter):
     def update(self, span: Span, state: State) -> None:
         self._drafter.update(span, state)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        return self._drafter.room(shape)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        return self._drafter.scratch_slots(spec)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        tree = self._drafter.propose(state, sampler, shape)
-        return tree if shape is None or shape.children else chain(state.root[:, None].repeat(1, shape.nodes))
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        tree = self._drafter.propose(state, sampler, spec)
+        return tree if spec is None or spec.children else chain(state.root[:, None].repeat(1, spec.nodes))
 
 
 def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Group:
@@ -269,7 +269,7 @@ def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Gr
     costs = known.costs(texts)
     title = f"{drafter.name}, {known.chosen.total()} rounds; ms, and tokens by the length of a match"
     table = Figures(title, "tree", "rounds", "nodes", "ms", *SIGNS, "tokens/s")
-    for i, (rung, cost) in enumerate(zip(known.rungs, costs, strict=True)):
+    for i, (rung, cost) in enumerate(zip(known.candidate_trees, costs, strict=True)):
         brings = [1 + known.of(i, sign).mean for sign in range(len(SIGNS))]
         speeds = texts * brings[0] / cost, texts * brings[-1] / cost
         speed = f"{speeds[0]:.0f} to {speeds[1]:.0f}" if rung.depth else f"{speeds[0]:.0f}"
@@ -288,6 +288,6 @@ def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Gr
     return Group(table, Text(text, "dim"))
 
 
-def _short(rung: Shape) -> str:
+def _short(rung: TreeSpec) -> str:
     """A name that fits a table: a static tree by its depth and nodes."""
     return f"static-{rung.depth}x{rung.nodes}" if rung.name.startswith("[") else rung.name

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.grammar import check_onward, guided, must_follow
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Probes, Tree, chain
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.engine.cuda_graphs import Captured, Record, recorder, rounded
 from slipstream.engine.policy import NO_GUESSES, Policy
@@ -78,7 +78,7 @@ class Engine:
     Args:
         rows: requests that may be under way at once.
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        shapes: trees that steps may ask for beside the drafter's own; the largest one has room, and the
+        specs: trees that steps may ask for beside the drafter's own; the largest one has room, and the
             deepest one says how deep a parallel head drafts.
         policy: chooses the tree of a step that asks for none.
         keep: tokens of texts whose caches are kept, for prompts that begin as they did.
@@ -98,7 +98,7 @@ class Engine:
     law: Law = coupled
     rows: int = 1
     capacity: int = 0
-    shapes: Sequence[Shape] = ()
+    specs: Sequence[TreeSpec] = ()
     policy: Policy | None = None
     keep: int = 0
 
@@ -107,7 +107,7 @@ class Engine:
         self.seconds = Seconds()
         self._admitted = 0
         self._record = recorder(self.target) if self.law is coupled else None  # others look at what they drew
-        self.room = Room.largest(map(self.drafter.room, (None, *self.shapes)))  # checks all trees
+        self.scratch_slots = ScratchSlots.largest(map(self.drafter.room, (None, *self.shapes)))  # checks all trees
         self._start()
 
     def _start(self) -> None:
@@ -117,16 +117,16 @@ class Engine:
         self.span: Span | None = None
         self.waited = 0
         self._forced = False  # in the last step a grammar added tokens
-        self._captured: dict[Shape | None, Captured] = {}
+        self._captured: dict[TreeSpec | None, Captured] = {}
         self._prefixes = PrefixCache(self.keep)
         self.sampler = Sampler([], [], target.vocab, target.device)
         self.cache = target.new_cache(self.rows, drafter.memory)
         self.state = drafter.start(self.rows, target.device)
         if self.capacity:
             slots = rounded(self.capacity) if self._record else self.capacity
-            self.cache.storage.hold(slots + self.room.target)
+            self.cache.storage.hold(slots + self.scratch_slots.target)
             for cache in self.state.caches:
-                cache.storage.hold(slots + self.room.own)
+                cache.storage.hold(slots + self.scratch_slots.own)
         self.cache.select([])
         self.state.select([])
         self._regroup([])
@@ -166,7 +166,7 @@ class Engine:
             request.cancelled = True
         self.waiting = deque(request for request in self.waiting if not request.cancelled)
 
-    def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Request]:
+    def step(self, limit: int | None = None, spec: TreeSpec | None = None) -> list[Request]:
         """One pass: the next chunk of prompts, or `decode`. Returns the requests that it brought tokens, by
         row of `span`. What fails one of them alone stands in its `error`."""
         self.free()
@@ -174,7 +174,7 @@ class Engine:
             self.begin(*group)
         if self.prefill is not None and not self.due:
             return self.read()
-        return self.decode(limit, shape) if self.running else []
+        return self.decode(limit, spec) if self.running else []
 
     def _next(self) -> list[Request]:
         """Requests to join now, the oldest first: those of the free rows that are worth reading together."""
@@ -274,19 +274,19 @@ class Engine:
         return span
 
     @_in_turn
-    def decode(self, limit: int | None = None, shape: Shape | None = None) -> list[Request]:
-        """One step of all requests under way, with guesses at most `limit` deep. `shape` is its tree, by
+    def decode(self, limit: int | None = None, spec: TreeSpec | None = None) -> list[Request]:
+        """One step of all requests under way, with guesses at most `limit` deep. `spec` is its tree, by
         default the policy's or the drafter's own; `PLAIN` is plain decoding."""
-        self.waited, policy = 0, self.policy if shape is None else None
+        self.waited, policy = 0, self.policy if spec is None else None
         if policy is not None and policy.rests(self.numbers):
-            shape, policy = PLAIN, None
+            spec, policy = PLAIN, None
         lap = _stopwatch()
         if policy is not None:
-            signs = self.drafter.signs(self.state)
+            signs = self.drafter.match_buckets(self.state)
             quiet = [r.plain or forced for r, forced in zip(self.running, self._must_follow(), strict=True)]
             features = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
-            shape = policy.choose(self.numbers, features, self.drafter.owed(self.state))
-        results = self._step(limit, shape)
+            spec = policy.choose(self.numbers, features, self.drafter.owed(self.state))
+        results = self._step(limit, spec)
         if policy is not None and (
             not self._forced or len(results) > 1
         ):  # else it was not the drafter's doing
@@ -294,17 +294,17 @@ class Engine:
             policy.learn([len(tokens) for tokens, _, _ in results], lap(), drafted)
         return self._take(self.running, results)
 
-    def _step(self, limit: int | None, shape: Shape | None) -> list[Result]:
+    def _step(self, limit: int | None, spec: TreeSpec | None) -> list[Result]:
         lap, lengths = _stopwatch(), self.lengths
         room = self.target.window - 1 - max(lengths)
         limit = room if limit is None else min(limit, room)
         assert room >= 0, "a text has reached the end of the target's window"
         self.cache.flush(lengths)
-        depth = max(self.drafter.depth, shape.depth if shape else 0)
+        depth = max(self.drafter.depth, spec.depth if spec else 0)
         if self._record is not None and not self.sampler.remembers and limit >= depth:
-            self.span = self._replayed(self._record, shape, depth)
+            self.span = self._replayed(self._record, spec, depth)
         else:
-            tree = self._propose(shape).clip(limit)
+            tree = self._propose(spec).clip(limit)
             self.seconds.draft += lap()
             self.span = self._check(tree)
         lap()
@@ -315,9 +315,9 @@ class Engine:
     def _must_follow(self) -> list[bool]:
         """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
         may reach further than that."""
-        if len(self.running) == 1 or not any(self.sampler.walks):
+        if len(self.running) == 1 or not any(self.sampler.grammar_states):
             return [False] * len(self.running)
-        return [bool(tokens) for tokens in must_follow(self.sampler.walks, self.state.root.tolist())]
+        return [bool(tokens) for tokens in must_follow(self.sampler.grammar_states, self.state.root.tolist())]
 
     def _regroup(self, running: list[Request]) -> None:
         """Other requests are under way. Steps read which of them get no guesses as a tensor, which must be
@@ -328,17 +328,17 @@ class Engine:
         )[:, None]
         self._captured.clear()
 
-    def _propose(self, shape: Shape | None) -> Tree:
+    def _propose(self, spec: TreeSpec | None) -> Tree:
         plain = [request.plain for request in self.running]
-        if all(plain) or (shape is not None and shape.depth == 0):
+        if all(plain) or (spec is not None and spec.depth == 0):
             tree = chain(self.state.root[:, None])
         else:
-            tree = self.drafter.propose(self.state, self.sampler, shape)
+            tree = self.drafter.propose(self.state, self.sampler, spec)
             if any(plain):
                 guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
                 tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
         forces = [self.drafter.depth > 0 and not each for each in plain]  # plain decoding stays plain
-        tree, self._forced = guided(tree, self.sampler.walks, forces)
+        tree, self._forced = guided(tree, self.sampler.grammar_states, forces)
         return tree
 
     def _check(self, tree: Tree) -> Span:
@@ -352,13 +352,13 @@ class Engine:
         self.seconds.draft += lap()
         return span
 
-    def _replayed(self, record: Record, shape: Shape | None, depth: int) -> Span:
+    def _replayed(self, record: Record, spec: TreeSpec | None, depth: int) -> Span:
         """A step by capture. It cannot be split into parts; all its time is booked as verify."""
         lap, before = _stopwatch(), replace(self.seconds)
-        if shape not in self._captured:
-            propose = partial(self._propose, shape)
-            self._captured[shape] = Captured(propose, self._check, self.cache, self.state, depth, record)
-        span: Span = self._captured[shape].step()
+        if spec not in self._captured:
+            propose = partial(self._propose, spec)
+            self._captured[spec] = Captured(propose, self._check, self.cache, self.state, depth, record)
+        span: Span = self._captured[spec].step()
         span.count.tolist()  # wait for it
         self.seconds = replace(before, verify=before.verify + lap())
         return span
@@ -375,7 +375,7 @@ class Engine:
     def _take(self, requests: Sequence[Request], results: Iterable[Result]) -> list[Request]:
         """Let the requests of the last rows take what a pass brought. What fails here fails one of them
         alone, such as a dead end of its grammar, which the next pass would meet."""
-        began, walks = perf_counter(), self.sampler.walks[-len(requests) :]
+        began, walks = perf_counter(), self.sampler.grammar_states[-len(requests) :]
         for request, walk, result in zip(requests, walks, results, strict=True):
             try:
                 request.take(*result)

@@ -41,14 +41,14 @@ class TextMemory:
 
 def memory(target: Target, drafter: Drafter, tokens: int) -> TextMemory:
     """What a text of `tokens` tokens takes, answer included, as the caches of a small engine show."""
-    engine = Engine(target, drafter, shapes=drafter.rungs)
+    engine = Engine(target, drafter, specs=drafter.candidate_trees)
     engine.admit(Request([0]))
-    engine.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+    engine.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
 
     def size(caches: Iterable[KVCache], room: int) -> int:
         stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]
         return sum(x.nbytes // x.shape[3] * (prefix + tokens + room + 1) for x, prefix in stored)
 
     return TextMemory(
-        tokens, size([engine.cache], engine.room.target), size(engine.state.caches, engine.room.own)
+        tokens, size([engine.cache], engine.scratch_slots.target), size(engine.state.caches, engine.scratch_slots.own)
     )

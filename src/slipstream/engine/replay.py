@@ -12,7 +12,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.core.verify import Law, coupled
 from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
@@ -71,22 +71,22 @@ def steps(
     drafter: Drafter,
     recorded: RecordedTarget,
     law: Law | None,
-    shape: Shape | None = None,
+    spec: TreeSpec | None = None,
     policy: Policy | None = None,
 ) -> Iterator[Engine]:
     """An engine after each step of all recorded texts, which end with their last token. Without a law the
     recorded target decodes them anew."""
     target, law = (recorded, law) if law else (recorded.target, coupled)
-    capacity, shapes = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [shape]))
+    capacity, specs = recorded.tokens.shape[1], (*drafter.candidate_trees, *filter(None, [spec]))
     requests, ends = list(map(Request, _prompts(recorded), recorded.sampling)), recorded.lengths.tolist()
-    engine = Engine(target, drafter, law, len(requests), capacity, shapes, policy)
+    engine = Engine(target, drafter, law, len(requests), capacity, specs, policy)
     engine.admit(*requests)
     while True:
         engine.cancel(*(each for each in engine.running if len(each.sequence) >= ends[each.number]))
         engine.free()
         if not engine.running:
             return
-        engine.step(shape=shape)
+        engine.step(spec=spec)
         yield engine
 
 
@@ -98,8 +98,8 @@ def one_by_one(
     return torch.full_like(child, -1), token
 
 
-def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:
-    """τ of a drafter along the record, with its own tree or another `shape`, as decoding counts it: without
+def predict(drafter: Drafter, recorded: RecordedTarget, spec: TreeSpec | None = None) -> Prediction:
+    """τ of a drafter along the record, with its own tree or another `spec`, as decoding counts it: without
     tokens past an answer's end. Raises ValueError for probes and for sampled children, which `decoded`
     judges."""
     if drafter.probes is not None:
@@ -114,11 +114,11 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
         )
     committed: list[list[int]] = [[] for _ in recorded.tokens]
     ends = recorded.lengths.tolist()
-    for engine in steps(drafter, recorded, recorded.law, shape):
+    for engine in steps(drafter, recorded, recorded.law, spec):
         for request in engine.running:
             past = len(request.sequence) - ends[request.number]
             committed[request.number].append(len(request.committed) - max(past, 0))
-    return _prediction(committed, drafter.depth if shape is None else shape.depth)
+    return _prediction(committed, drafter.depth if spec is None else spec.depth)
 
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:

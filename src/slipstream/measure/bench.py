@@ -242,7 +242,7 @@ def _result(
     return DrafterResult(
         drafter=name,
         **dict(figures.of(lambda _: True)),
-        tree=drafter.shape.name if isinstance(drafter, Proposer) else None,
+        tree=drafter.tree_spec.name if isinstance(drafter, Proposer) else None,
         rows=drafter.rows,
         target_passes=len(tally.rounds),
         shared_rounds=None if tally.shared is None else round(tally.shared, 2),

@@ -129,7 +129,7 @@ class Expected(Part):
     speedup: float  # the promise
 
 
-class Ledger(Part):
+class TreeStatistics(Part):
     """A speed-up over plain decoding, factor by factor."""
 
     tau: float  # tokens a round
@@ -160,7 +160,7 @@ class DrafterResult(Speed):
     host_share: float  # of the time behind the prompts
     memory_mib: float | None = None  # the most that the process held, the target included
     expected: Expected | None = None
-    ledger: Ledger | None = None
+    ledger: TreeStatistics | None = None
     by_category: dict[str, Speed]
     by_file: dict[str, Speed] = {}
     by_question: dict[str, Asked] = {}

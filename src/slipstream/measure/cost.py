@@ -16,7 +16,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.engine.cuda_graphs import recorder
 from slipstream.engine.engine import Engine, Seconds
 from slipstream.engine.generate import LAWS
@@ -139,7 +139,7 @@ class Rounds:
     def __init__(
         self,
         target: Target,
-        arms: Sequence[tuple[Drafter, Shape | None]],
+        arms: Sequence[tuple[Drafter, TreeSpec | None]],
         prompts: Sequence[Sequence[int]],
         temperature: float = 0.0,
         most: int = 32,
@@ -149,14 +149,14 @@ class Rounds:
         self._costs = [list[list[float]]() for _ in arms]
         self._engines = [self._engine(*arm) for arm in arms]
 
-    def _engine(self, drafter: Drafter, shape: Shape | None) -> Engine:
+    def _engine(self, drafter: Drafter, spec: TreeSpec | None) -> Engine:
         """An engine under way."""
-        depth = drafter.depth if shape is None else shape.depth
+        depth = drafter.depth if spec is None else spec.depth
         capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
         rows, law = len(self._prompts), LAWS[drafter.law]
-        engine = Engine(self._target, drafter, law, rows, capacity, [shape] if shape else [])
+        engine = Engine(self._target, drafter, law, rows, capacity, [spec] if spec else [])
         engine.admit(*map(Request, map(list, self._prompts), self._sampling))
-        engine.step(shape=shape)  # it makes buffers, and is not timed
+        engine.step(spec=spec)  # it makes buffers, and is not timed
         return engine
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
@@ -164,12 +164,12 @@ class Rounds:
         rounds, part by part."""
         for _ in range(rounds):
             for i in range(len(self._engines)) if among is None else among:
-                engine, (drafter, shape) = self._engines[i], self._arms[i]
-                deepest = drafter.depth + (shape.depth if shape else 0)
+                engine, (drafter, spec) = self._engines[i], self._arms[i]
+                deepest = drafter.depth + (spec.depth if spec else 0)
                 if max(engine.lengths) + deepest + 2 > engine.target.window:
-                    engine = self._engines[i] = self._engine(drafter, shape)
+                    engine = self._engines[i] = self._engine(drafter, spec)
                 before = replace(engine.seconds)
-                engine.step(shape=shape)
+                engine.step(spec=spec)
                 spent = [getattr(engine.seconds, part) - getattr(before, part) for part in PARTS]
                 self._costs[i].append(spent)
         medians = (map(median, zip(*costs, strict=True)) for costs in self._costs)

@@ -8,7 +8,7 @@ from math import prod
 from slipstream.core.sampling import Sampling
 from slipstream.engine.engine import Seconds
 from slipstream.engine.request import Step, mean_accepted_length
-from slipstream.measure.bench_report import Counted, Difference, Expected, Ledger
+from slipstream.measure.bench_report import Counted, Difference, Expected, TreeStatistics
 from slipstream.measure.cost import promised
 
 TINY = 1e-9  # what is divided by is at least this
@@ -100,7 +100,7 @@ def expected(tally: Tally, plain: Tally) -> Expected:
     return Expected(alpha=round(alpha, 4), c=round(c, 4), speedup=round(speedup, 4))
 
 
-def ledger(tally: Tally, plain: Tally) -> Ledger:
+def ledger(tally: Tally, plain: Tally) -> TreeStatistics:
     """A speed-up over plain decoding, factor by factor, and their product beside the measured one."""
     ours, theirs = tally.seconds, plain.seconds
 
@@ -125,4 +125,4 @@ def ledger(tally: Tally, plain: Tally) -> Ledger:
     measured = tally.tokens_per_second / max(plain.tokens_per_second, TINY)
     factors |= {"predicted": predicted, "measured": measured}
     factors["remainder"] = measured / max(predicted, TINY) - 1
-    return Ledger(**{name: round(value, 4) for name, value in factors.items()})
+    return TreeStatistics(**{name: round(value, 4) for name, value in factors.items()})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.optimal_trees import optimal_trees
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
@@ -46,27 +46,27 @@ def deepest(drafter: Proposer) -> int:
 def acceptance(drafter: Proposer, recorded: RecordedTarget, proposal: str) -> list[list[float]]:
     """[d][r]: how often, behind d right first candidates, the next token is the r-th candidate."""
     children = min(RANKS, len(drafter.vocab))
-    shape = Shape.parse(f"backbone-{deepest(drafter)}x{children}")
-    drafts = ranks(proposing(drafter, proposal), recorded, shape)
+    spec = TreeSpec.parse(f"backbone-{deepest(drafter)}x{children}")
+    drafts = ranks(proposing(drafter, proposal), recorded, spec)
     counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in drafts.T])
     return (counts[:, :-1] / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
 
 
-def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tensor, "n depth"]:
+def ranks(drafter: Proposer, recorded: RecordedTarget, spec: TreeSpec) -> Int[Tensor, "n depth"]:
     """The ranks of the right candidates of drafts that begin at every token of the recorded answers. The
-    shape is a backbone. Its width stands for a position where no candidate is right; −1 for one behind a
+    spec is a backbone. Its width stands for a position where no candidate is right; −1 for one behind a
     wrong first candidate or past the end of the text."""
-    return ranked(drafter, recorded, shape)[1]
+    return ranked(drafter, recorded, spec)[1]
 
 
 def ranked(
-    drafter: Proposer, recorded: RecordedTarget, shape: Shape
+    drafter: Proposer, recorded: RecordedTarget, spec: TreeSpec
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, "n depth"]]:
     """The texts that drafts begin in, and their `ranks`."""
-    depth, width = shape.depth, shape.children
+    depth, width = spec.depth, spec.children
     last = recorded.tokens.shape[1] - 1
     texts, parts = [], []
-    for engine in steps(drafter, recorded, one_by_one, shape):
+    for engine in steps(drafter, recorded, one_by_one, spec):
         span = engine.span
         assert span is not None and span.tree is not None
         at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
@@ -109,7 +109,7 @@ class Costs:
             for prompt in islice(cycle(sorted(prompts, key=len)), batch)
         ]
         drafter = proposing(drafter, "top-k")
-        chains = [(drafter, Shape.parse(f"chain-{tokens}")) for tokens in (1, self.depth)]
+        chains = [(drafter, TreeSpec.parse(f"chain-{tokens}")) for tokens in (1, self.depth)]
         rounds = Rounds(target, [(Vanilla(), None), *chains], self.prompts)
         self.plain, self.short, self.long = rounds.run(ROUNDS)
 

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.core.tree_builders import Path
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import tuned_head
 from slipstream.drafters.draft_model import DraftModel
@@ -131,7 +131,7 @@ def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
 
 def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, costs: Costs) -> None:
     """Keep what was found, then measure what `auto` has to know of it."""
-    temperature, entry = found.temperature, {"context": costs.context, "rungs": found.rungs}
+    temperature, entry = found.temperature, {"context": costs.context, "rungs": found.candidate_trees}
     entry = found.chosen.stored() | entry
     save_tuned(tuned_home(spec, target), target.place, {temperature: entry}, costs.batch)
     head = Spec("auto", {"head": str(spec.replace(tree=None, proposal=None))})
@@ -172,7 +172,7 @@ def _tuned(
     progress(f"T = {temperature:g}: drafts along the answers")
     pairs = [*product(kinds, _masked(drafter))] if drafter.probes is not None else _promising(proposals)
     if temperature:
-        static = [_without_gaps(tree) for _, tree in pairs if Shape.parse(tree).paths]
+        static = [_without_gaps(tree) for _, tree in pairs if TreeSpec.parse(tree).paths]
         pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
     candidates = [_held(drafter, recorded, proposal, tree, costs) for proposal, tree in pairs]
     gammas: list[Held] = []
@@ -210,12 +210,12 @@ def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
 def _without_gaps(tree: str) -> str:
     """A static tree of the same form, whose nodes have their first children: sampled ones stand in the order
     in which they were drawn."""
-    shape = Shape.parse(tree)
-    if shape.keeps_first_children:
+    spec = TreeSpec.parse(tree)
+    if spec.keeps_first_children:
         return tree
     named: dict[Path, Path] = {(): ()}
-    for path in sorted(shape.paths, key=len):
-        before = [other for other in shape.paths if other[:-1] == path[:-1] and other < path]
+    for path in sorted(spec.paths, key=len):
+        before = [other for other in spec.paths if other[:-1] == path[:-1] and other < path]
         named[path] = (*named[path[:-1]], len(before))
     return json.dumps(sorted(filter(None, named.values()), key=lambda path: (len(path), path)))
 
@@ -238,7 +238,7 @@ def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str,
     known = made.probes is None and made.law == "coupled"
     tau = (predict if known else decoded)(made, recorded).tau
     estimate = round(costs.speedup(tau, made.rows, made.depth), 4)
-    size = {"nodes": made.shape.nodes, "depth": made.depth}
+    size = {"nodes": made.tree_spec.nodes, "depth": made.depth}
     return Held(tree=tree, proposal=proposal, **size, tau=round(tau, 4), estimate=estimate)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import Attention, Rope
 from slipstream.engine.replay import one_by_one, steps
@@ -29,7 +29,7 @@ from slipstream.targets.recorded import RecordedTarget
 LEAST = -12.0  # of a log probability: what is no candidate costs so much
 GAIN, SURE = 0.1, 4.0  # a change undoes a fault if it gains so many nats a token, so many standard errors
 BASES = (1e4, 1e5, 5e5, 1e6)  # of rotary positions, in public models
-ONE = Shape.parse("chain-1")
+ONE = TreeSpec.parse("chain-1")
 
 
 @dataclass(frozen=True)
