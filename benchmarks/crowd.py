@@ -23,8 +23,9 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import Job
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
@@ -69,29 +70,31 @@ def texts(prompts: list[list[int]], count: int) -> list[Wanted]:
 
 def alone(target: HFTarget, wanted: Wanted) -> list[int]:
     """Plain decoding, one text."""
-    session = Session(target, Vanilla(), capacity=len(wanted.prompt) + wanted.new)
-    [first] = session.admit([wanted.prompt], [wanted.sampling])
-    return first.tokens + [session.step()[0].tokens[0] for _ in range(wanted.new - 1)]
+    engine = Engine(target, Vanilla(), capacity=len(wanted.prompt) + wanted.new)
+    request = Request(wanted.prompt, wanted.sampling, wanted.new)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    return request.tokens
 
 
 def together(target: HFTarget, drafter: Drafter, wanted: list[Wanted], rows: int = ROWS) -> list[list[int]]:
-    """All of them, in one session."""
-    chance, waiting = random.Random(1), list(range(len(wanted)))
-    capacity = max(len(each.prompt) + each.new for each in wanted)
-    session = Session(target, drafter, rows=rows, capacity=capacity, specs=drafter.candidate_trees)
-    made: list[list[int]] = [[] for _ in wanted]
-    while waiting or session.reading or session.texts:
-        free = 0 if session.reading else min(len(waiting), rows - len(session.texts))
-        if free and (not session.texts or chance.random() < 0.3):
-            joining = [waiting.pop(0) for _ in range(chance.randint(1, free))]
-            session.begin([wanted[i].prompt for i in joining], [wanted[i].sampling for i in joining])
-        reads = session.reading is not None and (not session.texts or chance.random() < 0.5)
+    """All of them, in one engine."""
+    chance, requests = random.Random(1), [Request(each.prompt, each.sampling, each.new) for each in wanted]
+    waiting, capacity = requests[:], max(len(each.prompt) + each.new for each in wanted)
+    engine = Engine(target, drafter, rows=rows, capacity=capacity, specs=drafter.candidate_trees)
+    while waiting or engine.busy:
+        engine.free()
+        free = 0 if engine.prefill else min(len(waiting), rows - len(engine.running))
+        if free and (not engine.running or chance.random() < 0.3):
+            engine.begin(*(waiting.pop(0) for _ in range(chance.randint(1, free))))
         # Trees of every size, as a policy may choose them.
         spec = chance.choice(drafter.candidate_trees) if drafter.candidate_trees else None
-        for each in session.read() if reads else session.step(spec=spec):
-            made[each.text] += each.tokens
-        session.retire([text for text in session.texts if len(made[text]) >= wanted[text].new])
-    return [tokens[: each.new] for tokens, each in zip(made, wanted, strict=True)]
+        if engine.prefill is not None and (not engine.running or chance.random() < 0.5):
+            engine.read()
+        else:
+            engine.decode(spec=spec)
+    return [request.tokens for request in requests]
 
 
 def resident() -> float:
@@ -103,15 +106,15 @@ def resident() -> float:
 def level(
     target: HFTarget, prompts: list[list[int]], drafter: str, count: int, new: int = 4
 ) -> dict[str, Any]:
-    """Memory while `count` short texts pass through one session, after every hundred; all must end."""
+    """Memory while `count` short texts pass through one engine, after every hundred; all must end."""
     asked = [prompt[-32:] for prompt in islice(cycle(prompts), count)]
     how: Any = {"batch": ROWS, "max_new_tokens": new, "temperature": 0.0, "eos_token_ids": ()}
     job, seen = Job.of(target, asked, drafter, **how), list[float]()
-    for _ in job.rounds():
-        ended = sum(each.finish is not None for each in job.answers)
+    for _ in job.steps():
+        ended = sum(each.finish is not None for each in job.requests)
         if ended >= 100 * (len(seen) + 1):
             seen.append(round(resident(), 1))
-    answers = [len(each.tokens) for each in job.answers]
+    answers = [len(each.tokens) for each in job.requests]
     return {"texts": count, "whole": answers.count(new), "drafter": drafter, "mib_by_hundred": seen}
 
 

@@ -381,7 +381,7 @@ def _costs(
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "eos_token_ids": ()}
     generate(target, prompt, "vanilla", **how)  # compiles
     laps = [perf_counter()]
-    for _ in Job.of(target, prompt, "vanilla", **how).rounds():
+    for _ in Job.of(target, prompt, "vanilla", **how).steps():
         laps.append(perf_counter())
     rounds = [end - begin for begin, end in pairwise(laps)]
     seconds = median(rounds[len(rounds) // 2 :])  # each call captures anew, in its first rounds

@@ -23,7 +23,7 @@ from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.suffix import NGram, Suffix
 from slipstream.engine.generate import generate
-from slipstream.engine.replay import rounds
+from slipstream.engine.replay import steps
 from slipstream.files import check_writable
 from slipstream.plotting import picture
 from slipstream.results import Figures, Part, Report, heading
@@ -95,19 +95,19 @@ class Count:
     def along(self, drafter: Drafter, file: str, recorded: RecordedTarget) -> None:
         """Rounds over all texts of a record."""
         ends, sums = recorded.lengths.tolist(), self.by_file.setdefault(file, [0, 0])
-        for session, made in rounds(drafter, recorded, recorded.law):
-            assert session.span is not None
-            assert session.span.tree is not None
-            assert session.span.path is not None
-            tree = session.span.tree
-            for row, (each, length) in enumerate(zip(made, session.lengths, strict=True)):
-                sums[0] += len(each.tokens) - max(length + 1 - ends[each.text], 0)
+        for engine in steps(drafter, recorded, recorded.law):
+            assert engine.span is not None
+            assert engine.span.tree is not None
+            assert engine.span.path is not None
+            tree = engine.span.tree
+            for row, request in enumerate(engine.running):
+                sums[0] += len(request.committed) - max(len(request.sequence) - ends[request.number], 0)
                 sums[1] += 1
                 real = (tree.tokens[row, 1:] != PAD).tolist()
                 self.drafted += sum(real)
                 self.cost += cost(1 + sum(real))
                 if tree.scores is not None:
-                    accepted = set(session.span.path[row, : len(each.tokens)].tolist())
+                    accepted = set(engine.span.path[row, : len(request.committed)].tolist())
                     scored = enumerate(zip(real, tree.scores[row, 1:].exp().tolist(), strict=True), 1)
                     said = [(slot, score) for slot, (there, score) in scored if there]
                     self.said += [score for _, score in said]

@@ -66,8 +66,8 @@ class Slipstream:
         how: Any = {"max_new_tokens": new, "temperature": 0.0, "eos_token_ids": ()}
         taker, shown = Taker(len(prompts)), [0] * len(prompts)
         job = Job.of(self.target, prompts, self.drafters[key], **how)
-        for _ in job.rounds():
-            for i, made in enumerate(job.answers):
+        for _ in job.steps():
+            for i, made in enumerate(job.requests):
                 taker.put(made.tokens[shown[i] :], i)
                 shown[i] = len(made.tokens)
         return taker

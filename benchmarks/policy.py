@@ -6,7 +6,7 @@
 A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
 temperature. `--texts` are decoded in each, in groups that share rounds. In every group plain decoding, auto
 and the quickest of auto's trees, always grown, make the same number of tokens, in turns of a few rounds. A
-first lap over all trees, in a session of its own, says which tree. A ratio is that of the seconds for all
+first lap over all trees, in a engine of its own, says which tree. A ratio is that of the seconds for all
 tokens, with the 95 % of the bootstrap over stretches of them, the same for both arms. Prompts are read once
 for all arms and temperatures, whose first token is the likeliest; what a head has yet to read of them is in
 its arm's time. The result is written after every cell, and cells that it holds are not made again. Those in
@@ -36,7 +36,8 @@ from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.costs import keep, policy
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import Request
 from slipstream.files import check_writable
 from slipstream.machine import hardware
 from slipstream.progress import bars
@@ -118,8 +119,8 @@ class Arm:
     """Texts under way in one manner; `spec`: a tree that is always grown. `made`, `spent`: tokens over all
     texts and seconds, after each round."""
 
-    session: Session
-    tree_spec: TreeSpec | None = None
+    engine: Engine
+    spec: TreeSpec | None = None
     made: list[int] = field(default_factory=lambda: [0])
     spent: list[float] = field(default_factory=lambda: [0.0])
 
@@ -127,9 +128,9 @@ class Arm:
         """Some rounds."""
         for _ in range(rounds):
             began = perf_counter()
-            made = self.session.step(spec=self.tree_spec)
+            made = self.engine.step(spec=self.spec)
             self.spent.append(self.spent[-1] + perf_counter() - began)
-            self.made.append(self.made[-1] + sum(len(each.tokens) for each in made))
+            self.made.append(self.made[-1] + sum(len(request.committed) for request in made))
 
     def stretches(self, texts: int) -> list[Turn]:
         """Tokens and seconds of each stretch, a round's seconds spread evenly over its tokens."""
@@ -137,22 +138,20 @@ class Arm:
         return [(STRETCH * texts, each) for each in np.diff(np.interp(ends, self.made, self.spent)).tolist()]
 
 
-def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Session:
-    """A session that has read the prompts, to be forked."""
+def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Engine:
+    """An engine that has read the prompts, to be forked."""
     capacity = max(map(len, prompts)) + ROOM
-    session = Session(target, drafter, rows=len(prompts), capacity=capacity, specs=drafter.candidate_trees)
-    session.admit(prompts, [Sampling()] * len(prompts))
-    session.span = None
-    return session
+    engine = Engine(target, drafter, rows=len(prompts), capacity=capacity, specs=drafter.candidate_trees)
+    engine.admit(*map(Request, prompts))
+    engine.span = None
+    return engine
 
 
 @torch.inference_mode()
-def forked(
-    session: Session, prompts: list[list[int]], temperature: float, drafter: Drafter | None
-) -> Session:
+def forked(engine: Engine, prompts: list[list[int]], temperature: float, drafter: Drafter | None) -> Engine:
     """A copy with caches of its own, of which `drafter` goes on; None: plain decoding."""
-    target, own = session.target, session.drafter
-    made: Session = deepcopy(session, {id(target): target, id(own): drafter or own})
+    target, own = engine.target, engine.drafter
+    made: Engine = deepcopy(engine, {id(target): target, id(own): drafter or own})
     sampling = [Sampling(temperature, seed=i) for i in range(len(prompts))]
     made.sampler = Sampler(sampling, prompts, target.vocab, target.device)
     if drafter is None:
@@ -161,18 +160,18 @@ def forked(
 
 
 def cell(
-    target: HFTarget, groups: Sequence[tuple[Session, list[list[int]]]], temperature: float
+    target: HFTarget, groups: Sequence[tuple[Engine, list[list[int]]]], temperature: float
 ) -> dict[str, Any]:
     """Tokens per second of every arm, and auto's speed over plain decoding's and over the best arm's."""
     auto = load_drafter("auto", target, temperature)
     fixed, spent = quickest(auto, *groups[0], temperature), defaultdict[str, list[Turn]](list)
-    for session, prompts in groups:
+    for engine, prompts in groups:
         arms = {
-            "plain": Arm(forked(session, prompts, temperature, None)),
-            "auto": Arm(forked(session, prompts, temperature, auto)),
-            fixed.name: Arm(forked(session, prompts, temperature, auto), fixed),
+            "plain": Arm(forked(engine, prompts, temperature, None)),
+            "auto": Arm(forked(engine, prompts, temperature, auto)),
+            fixed.name: Arm(forked(engine, prompts, temperature, auto), fixed),
         }
-        arms["auto"].session.policy = policy(target, auto, len(prompts))
+        arms["auto"].engine.policy = policy(target, auto, len(prompts))
         while behind := [arm for arm in arms.values() if arm.made[-1] < NEW * len(prompts)]:
             for arm in behind:
                 arm.turn()
@@ -190,9 +189,9 @@ def cell(
     }
 
 
-def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperature: float) -> TreeSpec:
+def quickest(auto: Drafter, engine: Engine, prompts: list[list[int]], temperature: float) -> TreeSpec:
     """The tree that decodes most tokens a second in one turn."""
-    trial, speeds = forked(session, prompts, temperature, auto), dict[TreeSpec, float]()
+    trial, speeds = forked(engine, prompts, temperature, auto), dict[TreeSpec, float]()
     for spec in auto.candidate_trees:
         Arm(trial, spec).turn(1)  # makes graphs, and reads what there is to read
         arm = Arm(trial, spec)

@@ -18,9 +18,9 @@ import typer
 
 from common import run
 from slipstream.cli import common as cli
-from slipstream.core.sampling import Sampling
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import Request
 from slipstream.files import check_writable, write_json
 from slipstream.results import heading
 from slipstream.targets import HFTarget, load_target
@@ -35,13 +35,14 @@ def told(target: HFTarget, tokens: int, turns: int, seed: int = 0) -> dict[str, 
     def some(count: int) -> list[int]:
         return [draw.randrange(target.vocab) for _ in range(count)]
 
-    session = Session(target, Vanilla(), rows=1, capacity=2 * tokens, keep=4 * tokens)
+    engine = Engine(target, Vanilla(), rows=1, capacity=2 * tokens, keep=4 * tokens)
 
     def first(prompt: list[int], salt: int) -> float:
         began = perf_counter()
-        [made] = session.admit([prompt], [Sampling()], salts=[salt])
+        [request] = engine.admit(Request(prompt, salt=salt))
         took = perf_counter() - began
-        session.retire([made.text])
+        engine.cancel(request)
+        engine.free()
         return 1000 * took
 
     for turn in range(turns + 1):  # the first one warms up

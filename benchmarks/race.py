@@ -27,7 +27,7 @@ from slipstream.cli import common as cli
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
 from slipstream.files import check_writable, read_json, write_json
 from slipstream.measure.bootstrap import student
 from slipstream.measure.cost import Rounds

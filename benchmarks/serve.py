@@ -27,18 +27,17 @@ import typer
 from common import run
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampling
 from slipstream.drafters import load_drafter
-from slipstream.engine.answer import Answer
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
-from slipstream.engine.session import Session
-from slipstream.engine.settings import Settings
+from slipstream.engine.request import Request
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import check_writable, write_json
 from slipstream.measure.datasets import load_questions
 from slipstream.results import heading
 from slipstream.serve.app import Limits, Server
-from slipstream.serve.engine import Engine, News, Task
 from slipstream.serve.run import made
+from slipstream.serve.worker import Update, Worker
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.prompts import encode
 
@@ -79,8 +78,9 @@ def compare(
     prompts = [encode(target, each) for each in messages]
     body = {"model": target.name, "stream": True, "temperature": 0.0}
     bodies = [body | {"messages": each, "max_tokens": new} for each in messages]
-    capacity = max(map(len, prompts)) + 4
-    session = Session(target, drafter, rows=1, capacity=capacity, specs=drafter.candidate_trees)
+    single = Engine(
+        target, drafter, rows=1, capacity=max(map(len, prompts)) + 4, specs=drafter.candidate_trees
+    )
     speeds: dict[str, list[float]] = {"generate": [], "engine": [], "server": []}
     prefill, first = list[float](), list[float]()
     engine = WithoutHTTP(target, drafter, len(asked))
@@ -99,11 +99,12 @@ def compare(
         for turn in range(alone):
             i = turn % len(asked)
             began = perf_counter()
-            [one] = session.admit([prompts[i]], [Sampling()])
+            [one] = single.admit(Request(prompts[i]))
             prefill.append(perf_counter() - began)
-            session.retire([one.text])
+            single.cancel(one)
+            single.free()
             first += ask([bodies[i] | {"max_tokens": 4}])["first"]
-    engine.engine.close()
+    engine.worker.close()
     above = [1000 * (a - b) for a, b in zip(first, prefill, strict=True)]
     return {
         "clients": len(asked),
@@ -128,27 +129,25 @@ class WithoutHTTP:
 
     def __init__(self, target: HFTarget, drafter: Drafter, rows: int) -> None:
         self.target, self.left, self.done = target, 0, threading.Event()
-        self.engine = Engine(target, drafter, rows, 4096, 0, self.post)
-        self.engine.start()
+        self.worker = Worker(target, drafter, rows, 4096, 0, self.post)
+        self.worker.start()
 
-    def post(self, news: list[News]) -> None:
+    def post(self, updates: list[Update]) -> None:
         """Count texts that have ended."""
-        self.left -= sum(each.last for each in news)
+        self.left -= sum(update.last for update in updates)
         if not self.left:
             self.done.set()
 
     def answers(self, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
         """Seconds, and the texts."""
-        settings, tasks = Settings.of(self.target, new, temperature=0.0), []
-        for prompt in prompts:
-            answer = Answer(self.target, new, settings.eos, settings.stop, read=True)
-            tasks.append(Task(prompt, settings.row(0, prompt), answer, lambda news: None))
-        self.left = len(tasks)
+        params = SamplingParams.of(self.target, new, temperature=0.0)
+        requests = [params.request(0, prompt, new, streams=True) for prompt in prompts]
+        self.left = len(requests)
         self.done.clear()
         began = perf_counter()
-        self.engine.submit(tasks)
+        self.worker.submit(requests)
         self.done.wait()
-        return perf_counter() - began, [task.answer.text for task in tasks]
+        return perf_counter() - began, [request.text for request in requests]
 
 
 def main(

@@ -17,9 +17,9 @@ from schemas import Pair, pairs
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
-from slipstream.engine.answer import Answer, mean_accepted_length
 from slipstream.engine.generate import Job
-from slipstream.engine.settings import Settings
+from slipstream.engine.request import mean_accepted_length
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import check_writable, write_json
 from slipstream.results import heading
 from slipstream.targets import HFTarget, load_target
@@ -33,14 +33,12 @@ def job(
     target: HFTarget, drafter: Drafter, group: Sequence[Pair], new: int, temperature: float, free: bool
 ) -> Job:
     """What answers these pairs at once, each within its schema, or `free`."""
-    prompts = [encode(target, pair.prompt) for pair in group]
-    rows, answers = [], []
-    for i, (pair, prompt) in enumerate(zip(group, prompts, strict=True)):
+    requests = []
+    for i, pair in enumerate(group):
         schema = None if free else pair.schema
-        settings = Settings.of(target, new, temperature=temperature, seed=7, json_schema=schema)
-        rows.append(settings.row(i, prompt))
-        answers.append(Answer(target, new, settings.eos, ()))
-    return Job(target, drafter, prompts, rows, answers)
+        params = SamplingParams.of(target, new, temperature=temperature, seed=7, json_schema=schema)
+        requests.append(params.request(i, encode(target, pair.prompt), new))
+    return Job(target, drafter, requests)
 
 
 def fault(pair: Pair, text: str) -> str | None:
@@ -78,12 +76,12 @@ def compare(
             seconds = perf_counter() - began
             if not turn:
                 continue
-            made, found = work.answers, results[name]
+            made, found = work.requests, results[name]
             plain = plain or [answer.tokens for answer in made]
             found["answers"] += len(made)
             found["new_tokens"] += sum(len(answer.tokens) for answer in made)
             found["microseconds"] += round(1e6 * seconds)
-            rounds[name] += [each for answer in made for each in answer.rounds]
+            rounds[name] += [step for answer in made for step in answer.steps]
             if free:
                 continue
             found["identical"] += sum(a.tokens == b for a, b in zip(made, plain, strict=True))

@@ -146,7 +146,10 @@ def unpacked(annotation: ast.expr | None) -> str | None:
 def fields(kind: str, module: ast.Module) -> Iterator[str]:
     """The fields of a TypedDict, its bases' first."""
     for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name == kind:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("slipstream"):
+            if kind in [alias.name for alias in node.names]:
+                yield from fields(kind, found(str(node.module), kind)[1])
+        elif isinstance(node, ast.ClassDef) and node.name == kind:
             for base in node.bases:
                 yield from fields(ast.unparse(base), module)
             yield from (ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign))

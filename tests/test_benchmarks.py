@@ -9,7 +9,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from slipstream.measure.papers.evidence import Cell
 
 import answers
 import budget
@@ -41,6 +40,7 @@ from slipstream.kernels import ops as kernels
 from slipstream.machine import hardware
 from slipstream.measure.datasets import Question
 from slipstream.measure.papers import reproduce, reproduce_report as reproduced
+from slipstream.measure.papers.measurements import Cell
 from slipstream.measure.results import BenchReport
 from slipstream.measure.runner import Runner
 from slipstream.targets import HFTarget, load_target
@@ -69,12 +69,12 @@ def runs(target, tmp_path_factory):
 
 
 def test_heads_share_one_verify_time_and_the_first_is_compared_with_itself(target, runs, tmp_path):
-    shapes = ("chain-2", "best-first-2x3", "best-first-2x4")
-    report = heads.compare_heads(target, runs, ASKED[1:], shapes, (1.0,), rounds=1, **SMALL)
+    specs = ("chain-2", "best-first-2x3", "best-first-2x4")
+    report = heads.compare_heads(target, runs, ASKED[1:], specs, (1.0,), rounds=1, **SMALL)
     assert list(report.heads) == ["eagle", "fasteagle"]
     assert report.questions == {"b": 2}
     for head in report.heads.values():
-        assert [(row.temperature, row.tree) for row in head.trees] == [(1.0, shape) for shape in shapes]
+        assert [(row.temperature, row.tree) for row in head.trees] == [(1.0, spec) for spec in specs]
         assert all(row.alpha is not None for row in head.trees if row.tree == "chain-2")
     assert all(row.share == 1 and row.interval == (1, 1) for row in report.heads["eagle"].trees)
     costs = report.costs["eager"]
@@ -244,11 +244,11 @@ def test_whole_answers_end_when_their_time_is_over(target, tmp_path, monkeypatch
         report = answers.AnswersReport.read(path)
         assert (ended.value.code or 0, report.stopped) == (0, stopped)
         assert (len(report.arms) > 5) == (stopped is None)
-    monkeypatch.setattr(sys, "argv", [*words, "--shape", "tiny"])
+    monkeypatch.setattr(sys, "argv", [*words, "--spec", "tiny"])
     with pytest.raises(SystemExit) as ended:
         gpu.run(gpu.main)
     assert ended.value.code == 2
-    assert "leave --shape out" in capsys.readouterr().err
+    assert "leave --spec out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
@@ -402,22 +402,22 @@ def test_a_round_spreads_over_the_tokens_that_it_made(monkeypatch):
     assert arm.stretches(1) == [(8, 1.5), (8, 2.5)]
 
 
-def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
+def test_forked_engines_decode_what_one_that_read_the_prompts_does(target):
     """Arms that share caches, or a sampler of another temperature."""
     asked, auto = common.texts_behind(tiny.prompts(9, 7), 2, 12), load_drafter("auto", target)
-    session = policy.read(target, auto, asked)
+    engine = policy.read(target, auto, asked)
     for temperature in (0.0, 1.0):
-        arms = [policy.Arm(policy.forked(session, asked, temperature, each)) for each in (None, None, auto)]
-        arms[2].tree_spec = auto.candidate_trees[2]
+        arms = [policy.Arm(policy.forked(engine, asked, temperature, each)) for each in (None, None, auto)]
+        arms[2].spec = auto.candidate_trees[2]
         lines = []
         for arm in arms:
             line = ["", ""]
             while min(map(len, line)) < 12:
-                for each in arm.session.step(spec=arm.tree_spec):
-                    line[each.text] += "".join(map(chr, each.tokens))
+                for each in arm.engine.step(spec=arm.spec):
+                    line[each.number] += "".join(map(chr, each.committed))
             lines.append([text[:12] for text in line])
         assert lines[0] == lines[1] == lines[2]
-    assert session.lengths == [12, 12]
+    assert engine.lengths == [12, 12]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from rich.console import Console
 
 import tiny
 from slipstream import machine
+from slipstream.engine.engine import Seconds
 from slipstream.engine.generate import Generation
-from slipstream.engine.session import Seconds
 from slipstream.interop.parity import ParityReport
 from slipstream.measure.cost import cost_curve
 from slipstream.measure.results import BenchReport, Certificate, CostReport, TuneReport

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import tiny
 from slipstream.cli.chat import Chat, editor, plainly, wrapping
-from slipstream.engine.chat_session import Talk
+from slipstream.engine.chat_session import ChatSession
 
 BEGINS = r"\x1b\[\?2004l(?s:.*)\x1b\[\?2004h(?s:.*)[a-zA-Z0-9]"  # an answer, behind its prompt
 ANSWER = 8192  # tokens, of seconds
@@ -215,7 +215,7 @@ def chat(model):
     """A conversation with a tiny model."""
     from slipstream import load_target
 
-    talk = Talk(load_target(model, "float64"), "ngram", max_new_tokens=8)
+    talk = ChatSession(load_target(model, "float64"), "ngram", max_new_tokens=8)
     return Chat(talk, "ngram", None, 0)
 
 
@@ -243,7 +243,7 @@ def test_the_system_and_the_temperature_change_under_way(chat, capsys):
     chat.take("/temperature")
     assert capsys.readouterr().out == "temperature 1.5\n" * 2
     chat.take("abc")
-    assert chat.talk.made.sampling.temperature == 1.5
+    assert chat.talk.last.sampling.temperature == 1.5
     for wrong, says in (("warm", "temperature is 'warm'; it must be a number"), ("-1", "temperature is -1")):
         with pytest.raises(ValueError, match=says):
             chat.take(f"/temperature {wrong}")

@@ -11,7 +11,7 @@ from copy import deepcopy
 import pytest
 
 import tiny
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
 from slipstream.measure.bench import Runner
 
 COMMANDS = ("demo", "generate", "bench", "certify")
@@ -319,7 +319,7 @@ def test_sigterm_is_one_line_and_143(tiny_options, questions):
 @pytest.mark.parametrize(("command", "number"), [("bench", signal.SIGINT), ("certify", signal.SIGTERM)])
 def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, monkeypatch, command, number):
     """The figures until then are printed, on a terminal that shows no τ either, and written."""
-    step, times = Session.step, []
+    step, times = Engine.step, []
 
     def stopping(self, *args, **named):
         times.append(1)
@@ -327,7 +327,7 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
             signal.raise_signal(number)
         return step(self, *args, **named)
 
-    monkeypatch.setattr(Session, "step", stopping)
+    monkeypatch.setattr(Engine, "step", stopping)
     with open(questions, "a") as file:
         file.writelines('{"turns": ["abc"]}\n' for _ in range(20))
     kept, screen = tmp_path / "out.json", io.TextIOWrapper(io.BytesIO(), "ascii")

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.engine import session
 from slipstream.engine.generate import LAWS
 from slipstream.measure import cost
 from slipstream.measure.doctor import machine_checks
@@ -158,7 +157,7 @@ def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
 
 def test_demo_shows_questions_that_are_read_in_parts(run, tiny_options, questions, monkeypatch):
     """A prompt of more than 512 tokens ended it: its first parts bring no token to show."""
-    monkeypatch.setattr(session, "CHUNK", 2)
+    monkeypatch.setattr("slipstream.engine.engine.CHUNK", 2)
     code, out, _ = run("demo", *tiny_options, "--questions", questions, "--drafter", "ngram")
     assert code == 0
     assert "the same text" in out

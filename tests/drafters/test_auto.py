@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import tiny
-from slipstream.core.sampling import Sampling
 from slipstream.core.tree_spec import PLAIN
 from slipstream.drafters import auto as auto_module, load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.store import save_drafter
 from slipstream.drafters.suffix import TextState
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 
 PROMPTS = tiny.prompts(9, 14, 5)
 
@@ -31,15 +31,15 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, behind, monke
     for lags in (True, False):
         auto = Auto(head(target))
         tree = auto.candidate_trees[-1]
-        session = Session(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
-        session.admit(PROMPTS, [Sampling()] * 3)
+        engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
+        engine.admit(*map(Request, PROMPTS))
         for spec in (tree, tree, *[PLAIN] * plain):
-            session.step(spec=spec)
+            engine.step(spec=spec)
             if not lags:
-                auto.catch_up(session.state)
-        assert lags or not session.state.missed
+                auto.catch_up(engine.state)
+        assert lags or not engine.state.missed
         with torch.inference_mode():
-            made.append(auto.propose(session.state, session.sampler, tree))
+            made.append(auto.propose(engine.state, engine.sampler, tree))
     late, soon = made
     assert torch.equal(late.tokens, soon.tokens)
     assert torch.equal(late.parent_slots(), soon.parent_slots())
@@ -55,18 +55,18 @@ def test_a_head_begins_with_what_is_in_its_reach(head, plain, reach, each, monke
     target = tiny.target("llama")
     auto = Auto(head(target))
     auto.hybrid.head.reach = reach
-    session = Session(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
-    session.admit(PROMPTS, [Sampling()] * 3)
+    engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
+    engine.admit(*map(Request, PROMPTS))
     for _ in range(plain):
-        session.step(spec=PLAIN)
-    texts = [said[:n] for said, n in zip(session._said, session.lengths, strict=True)]
+        engine.step(spec=PLAIN)
+    texts = [request.sequence[:-1] for request in engine.running]
     with patch.object(auto.hybrid.head, "update", wraps=auto.hybrid.head.update) as update:
-        session.step(spec=auto.candidate_trees[-1])
+        engine.step(spec=auto.candidate_trees[-1])
     (span, _), _ = update.call_args
     last = [text[-each:] for text in texts]
     assert span.count.tolist() == [len(text) for text in last]
     assert [row[: len(text)] for row, text in zip(span.tokens.tolist(), last, strict=True)] == last
-    assert session.state.head.length.tolist() == [len(text) for text in texts]
+    assert engine.state.head.length.tolist() == [len(text) for text in texts]
 
 
 @pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.glide, tiny.medusa])
@@ -77,26 +77,27 @@ def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(he
     for lags in (True, False):
         auto = Auto(head(target))
         tree = auto.candidate_trees[-1]
-        session = Session(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
-        flush = () if lags else (session.state,)
+        engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
+        flush = () if lags else (engine.state,)
 
-        def rounds(spec, session=session, flush=flush):
-            session.step(spec=spec)
+        def rounds(spec, engine=engine, flush=flush):
+            engine.step(spec=spec)
             for state in flush:
                 state.flush()
 
         for prompt in PROMPTS[:2]:
-            session.admit([prompt], [Sampling()])
+            engine.admit(Request(prompt))
         for _ in range(3):
             rounds(tree if early else PLAIN)
-        assert early or bool(session.state.missed) == lags
-        session.retire([0])
-        session.admit(PROMPTS[2:], [Sampling()])
+        assert early or bool(engine.state.missed) == lags
+        engine.cancel(engine.running[0])
+        engine.free()
+        engine.admit(*map(Request, PROMPTS[2:]))
         rounds(PLAIN)
-        assert auto.catch_up_cost(session.state) >= 0
+        assert auto.owed(engine.state) >= 0
         with torch.inference_mode():
-            made.append(auto.propose(session.state, session.sampler, tree))
-        assert session.state.missed == []
+            made.append(auto.propose(engine.state, engine.sampler, tree))
+        assert engine.state.missed == []
     late, soon = made
     assert torch.equal(late.tokens, soon.tokens)
     assert torch.equal(late.parent_slots(), soon.parent_slots())
@@ -106,14 +107,15 @@ def test_what_is_kept_of_a_text_takes_no_head_that_nobody_asked_for():
     """A server keeps prefixes: its head read each prompt, although no tree of it was grown."""
     target, prompt = tiny.target("llama"), [i % 50 for i in range(20)]
     auto = Auto(tiny.fasteagle(target))
-    session = Session(target, auto, rows=2, specs=auto.candidate_trees, keep=100)
-    session.admit([prompt], [Sampling()])
-    (other,) = session.admit([[*prompt, 7, 7]], [Sampling()])
+    engine = Engine(target, auto, rows=2, specs=auto.candidate_trees, keep=100)
+    engine.admit(Request(prompt))
+    (other,) = engine.admit(Request([*prompt, 7, 7]))
     assert other.shared == len(prompt) - 1
-    assert not session.state.reads
-    session.step(spec=auto.candidate_trees[-1])  # now it is
-    session.retire([0])
-    assert session.admit([[*prompt, 8, 8]], [Sampling()])[0].shared == len(prompt) - 1
+    assert not engine.state.reads
+    engine.step(spec=auto.candidate_trees[-1])  # now it is
+    engine.cancel(engine.running[0])
+    engine.free()
+    assert engine.admit(Request([*prompt, 8, 8]))[0].shared == len(prompt) - 1
 
 
 @pytest.mark.parametrize("behind", [8192, 2**25])
@@ -125,17 +127,19 @@ def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
     auto = Auto(tiny.fasteagle(target))
     read = []
     monkeypatch.setattr(auto.hybrid.head, "update", lambda span, state: read.append(span))
-    session = Session(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
+    engine = Engine(target, auto, rows=3, capacity=200, specs=auto.candidate_trees)
     for prompt in PROMPTS:
-        session.admit([prompt], [Sampling()])
+        engine.admit(Request(prompt))
     for _ in range(40):
-        session.step(spec=PLAIN)
-        assert session.state.columns * session.state.width < behind
-    session.retire([1, 2])
-    session.retire([0])
+        engine.step(spec=PLAIN)
+        assert engine.state.columns * engine.state.width < behind
+    engine.cancel(*engine.running[1:])
+    engine.free()
+    engine.cancel(*engine.running)
+    engine.free()
     assert read == []
-    assert session.state.missed == []
-    assert session.state.columns == 0
+    assert engine.state.missed == []
+    assert engine.state.columns == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -173,18 +177,18 @@ def test_masks_ride_with_the_heads_trees_alone():
     target = tiny.target("llama")
     auto = Auto(tiny.bita(target, hosts=2))
     plain, match, tree = auto.candidate_trees[0], auto.candidate_trees[1], auto.candidate_trees[-1]
-    session = Session(target, auto, rows=1, capacity=120, specs=auto.candidate_trees)
-    session.admit(tiny.prompts(23)[:1], [Sampling()])
-    (first,) = session.step(spec=tree)
+    engine = Engine(target, auto, rows=1, capacity=120, specs=auto.candidate_trees)
+    engine.admit(Request(tiny.prompts(23)[0]))
+    (first,) = engine.step(spec=tree)
     assert first.drafted, "the prompt's last token hosts masks"
     for spec in (plain, match):
-        session.step(spec=spec)
-        assert session.span.tree.probes is None
-        assert not session.state.head.known.any()
-        session.step(spec=tree)
-        assert session.span.tree.probes is not None
-        assert session.state.head.known.all()
-        (then,) = session.step(spec=tree)
+        engine.step(spec=spec)
+        assert engine.span.tree.probes is None
+        assert not engine.state.head.known.any()
+        engine.step(spec=tree)
+        assert engine.span.tree.probes is not None
+        assert engine.state.head.known.all()
+        (then,) = engine.step(spec=tree)
         assert then.drafted
 
 

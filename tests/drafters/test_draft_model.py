@@ -15,7 +15,7 @@ from slipstream.core.tree import chain
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
-from slipstream.engine import session as rounds
+from slipstream.engine import engine as engines
 from slipstream.engine.generate import generate
 from slipstream.kernels.ops import available
 from slipstream.targets import HFTarget, load_target
@@ -30,7 +30,7 @@ PROMPTS = tiny.prompts(9, 4, 14)
 def test_a_model_that_drafts_for_itself_is_always_right(family, options, chunk, monkeypatch):
     """Ragged prompts in chunks, windows that end inside the draft, rows that read a cousin or what was
     rejected."""
-    monkeypatch.setattr(rounds, "CHUNK", chunk)
+    monkeypatch.setattr(engines, "CHUNK", chunk)
     target = tiny.target(family)
     for answer in generate(
         target, PROMPTS, DraftModel(target, target, **options), max_new_tokens=17, temperature=0.0

@@ -14,8 +14,9 @@ from slipstream.core.tree import PAD
 from slipstream.drafters import load_drafter, suffix
 from slipstream.drafters.store import save_drafter
 from slipstream.drafters.suffix import AnswerMemory, NGram, Suffix
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 
 
 def lookup(text, depth, longest, shortest):
@@ -282,12 +283,12 @@ def test_an_answer_that_was_given_before_is_drafted_and_stays_the_same(name, tmp
 
 def test_a_round_may_ask_for_fewer_nodes():
     target, spec = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").tree_spec
-    session = Session(target, Suffix(), specs=[spec])
-    session.admit([[1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3], [Sampling()])
+    engine = Engine(target, Suffix(), specs=[spec])
+    engine.admit(Request([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3))
     for _ in range(6):
-        session.step(spec=spec)
-        assert session.span.tree.nodes <= 4
-        assert session.span.tree.depth <= 2
+        engine.step(spec=spec)
+        assert engine.span.tree.nodes <= 4
+        assert engine.span.tree.depth <= 2
 
 
 @pytest.mark.parametrize(

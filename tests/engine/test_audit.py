@@ -8,17 +8,17 @@ import tiny
 from slipstream.core.sampling import Sampling
 from slipstream.core.verify import coupled
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.answer import Answer
 from slipstream.engine.audit import audit
 from slipstream.engine.generate import Job
+from slipstream.engine.request import Request
 
 PROMPT = tiny.prompts(5)[0]
 
 
 def plain(sampling: Sampling) -> list[int]:
-    answer = Answer(tiny.target("llama"), 12, frozenset(), ())
-    Job(answer.target, Vanilla(), [PROMPT], [sampling], [answer], coupled).run()
-    return answer.tokens
+    request = Request(PROMPT, sampling, 12)
+    Job(tiny.target("llama"), Vanilla(), [request], coupled).run()
+    return request.tokens
 
 
 SETTINGS = [

@@ -74,7 +74,7 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     """A graph that is compiled in the midst of an answer: a second in which nothing is said."""
     target, drafter = auto
     events: list[str | int] = []
-    step, head = costs.Session.step, drafter.hybrid.head
+    step, head = costs.Engine.step, drafter.hybrid.head
     update = head.update
 
     def stepped(session, spec):
@@ -85,7 +85,7 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
         events.append(span.tokens.shape[1])
         update(span, state)
 
-    monkeypatch.setattr(costs.Session, "step", stepped)
+    monkeypatch.setattr(costs.Engine, "step", stepped)
     monkeypatch.setattr(head, "update", read)
     next(costs._laps(target, drafter, 4))
     for tree in (spec.name for spec in drafter.candidate_trees if spec.children):
@@ -206,13 +206,13 @@ def test_costs_are_measured_anew_where_they_are_damaged(auto, damaged):
 def test_every_tree_is_told_its_own_time(auto, monkeypatch):
     """Times given to other trees would choose wrong trees, and every answer would stay right."""
     target, drafter = auto
-    now, step = [0.0], costs.Session.step
+    now, step = [0.0], costs.Engine.step
 
     def timed(session, spec):
         now[0] += spec.nodes
         return step(session, spec=spec)
 
-    monkeypatch.setattr(costs.Session, "step", timed)
+    monkeypatch.setattr(costs.Engine, "step", timed)
     monkeypatch.setattr(costs, "perf_counter", lambda: now[0])
     assert costs.measured(target, drafter, 1) == [spec.nodes for spec in drafter.candidate_trees]
 

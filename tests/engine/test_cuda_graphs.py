@@ -18,9 +18,9 @@ import tiny
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine import cuda_graphs as capture, session
-from slipstream.engine.answer import Answer
+from slipstream.engine import cuda_graphs as capture, engine
 from slipstream.engine.generate import Job
+from slipstream.engine.request import Request
 from slipstream.kernels import ops as kernels
 from slipstream.targets import HFTarget, linear as products
 from slipstream.targets.executor_torch import Layers
@@ -85,16 +85,15 @@ def tapes(monkeypatch):
 
     tiny.replace_is_host(monkeypatch, lambda x: False)
     monkeypatch.setattr(capture, "SPAN", 32)
-    monkeypatch.setattr(session, "recorder", lambda target: record)
+    monkeypatch.setattr(engine, "recorder", lambda target: record)
     return made
 
 
 def texts(target, drafter, prompts, rows) -> tiny.Texts:
-    answers = [
-        Answer(target, NEW - 8 * i, frozenset(), ()) for i in range(len(prompts))
-    ]  # rows leave one by one
-    Job(target, drafter, prompts, rows, answers).run()
-    return [answer.tokens for answer in answers]
+    each = enumerate(zip(prompts, rows, strict=True))
+    requests = [Request(prompt, row, NEW - 8 * i) for i, (prompt, row) in each]  # rows leave one by one
+    Job(target, drafter, requests).run()
+    return [request.tokens for request in requests]
 
 
 @pytest.mark.parametrize("name", ["ngram", "hybrid", "eagle", "fasteagle", "glide", "draft model", "bita"])
@@ -106,11 +105,12 @@ def test_captured_rounds_may_grow_other_trees_in_turn(tapes, name, monkeypatch):
     specs = [None, PLAIN, TreeSpec.parse("chain-2"), TreeSpec.parse("best-first-3x8")]
 
     def answer(specs, drafter) -> list[int]:
-        made = session.Session(target, drafter)
-        tokens = made.admit(PROMPTS[1:2], [Sampling(temperature=0.8, seed=5)])[0].tokens
+        made = engine.Engine(target, drafter)
+        request = Request(PROMPTS[1], Sampling(temperature=0.8, seed=5))
+        made.admit(request)
         for i in range(40):
-            tokens += made.step(limit=1 if i % 7 == 6 else None, spec=specs[i % len(specs)])[0].tokens
-        return tokens[:41]
+            made.step(limit=1 if i % 7 == 6 else None, spec=specs[i % len(specs)])
+        return request.tokens[:41]
 
     captured = answer(specs, drafter)
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, TextStreamer
 
 import tiny
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.engine.detokenizer import Detokeniser
+from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.generate import Stream, generate, stream
 from slipstream.targets import HFTarget
 
@@ -88,14 +88,14 @@ def test_pieces_are_the_text(make):
             at = drawn.randrange(12)
             tokens[at:at] = euro[: drawn.randrange(1, 4)]
         whole = target.text.decode(tokens)
-        reader = Detokeniser(target.text)
+        reader = Detokenizer(target.text)
         pieces = [reader.push(token) for token in tokens]
         assert all(whole.startswith("".join(pieces[:n])) for n in range(len(pieces)))
         assert "".join(pieces) + reader.flush() == whole
         begin = drawn.randrange(max(1, len(whole) - 3))
         if "\ufffd" in (stop := whole[begin : begin + 3]) or not stop:
             continue
-        reader, shown = Detokeniser(target.text, [stop, "no such stop"]), ""
+        reader, shown = Detokenizer(target.text, [stop, "no such stop"]), ""
         for token in tokens:
             shown += reader.push(token)
             if reader.stopped:
@@ -110,9 +110,9 @@ def test_bytes_go_on_behind_a_special_token():
     text = HFTarget(tiny.reference("llama"), sentencepiece()).text
     for written in ("<0x41></s><0xFB>", "<0xC3></s></s><0xA9>", "<0x41></s>b", "b</s><0x41>"):
         ids = text.tokenizer.convert_tokens_to_ids(re.findall("<.*?>|b", written))
-        reader = Detokeniser(text)
+        reader = Detokenizer(text)
         assert "".join(map(reader.push, ids)) + reader.flush() == text.decode(ids)
-        assert reader.given == reader.read
+        assert reader.released == reader.decoded
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +182,11 @@ def test_of_a_token_that_a_stop_string_cuts_a_streamer_gets_nothing():
     target = HFTarget(
         tiny.reference("llama"), PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
     )
-    from slipstream.engine.answer import Answer
+    from slipstream.engine.request import Request
 
-    answer = Answer(target, 9, frozenset(), (".",))
-    assert answer.extend([2, 0, 1, 2]) == [2, 0, 1]
-    assert (answer.text, answer.released(), answer.finish) == ("eabc", [2, 0], "stop")
+    request = Request([0], limit=9, stop=(".",), tokenizer=target.text)
+    assert request.extend([2, 0, 1, 2]) == [2, 0, 1]
+    assert (request.text, request.released(), request.finish) == ("eabc", [2, 0], "stop")
 
 
 @pytest.mark.parametrize(

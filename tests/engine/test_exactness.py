@@ -19,8 +19,8 @@ from slipstream.core.verify import Law, coupled, multi_round
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.answer import Answer
 from slipstream.engine.generate import Job
+from slipstream.engine.request import Request
 from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 
@@ -82,9 +82,9 @@ def run(
     trace: io.StringIO | None = None,
 ) -> tiny.Texts:
     """Answers to the prompts, decoded as one batch."""
-    answers = [Answer(target, new, frozenset(), ()) for _ in prompts]
-    Job(target, drafter, prompts, rows, answers, law, trace=trace).run()
-    return [answer.tokens for answer in answers]
+    requests = [Request(prompt, row, new) for prompt, row in zip(prompts, rows, strict=True)]
+    Job(target, drafter, requests, law, trace=trace).run()
+    return [request.tokens for request in requests]
 
 
 @cache

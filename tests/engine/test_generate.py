@@ -15,8 +15,8 @@ import tiny
 from slipstream.core.tree import _shared_layout
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import Generation, Interrupted, generate
-from slipstream.engine.session import Session
 from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 
@@ -244,8 +244,8 @@ def test_a_batch_bounds_the_rows_that_are_allocated(target, monkeypatch):
     """A cache of all the prompts, of which some are answered at once."""
     rows = []
     monkeypatch.setattr(
-        "slipstream.engine.generate.Session",
-        lambda *args, **named: rows.append(args[3]) or Session(*args, **named),
+        "slipstream.engine.generate.Engine",
+        lambda *args, **named: rows.append(args[3]) or Engine(*args, **named),
     )
     generate(target, PROMPTS, max_new_tokens=3, batch=2)
     generate(target, PROMPTS, max_new_tokens=3, batch=9)
@@ -334,18 +334,16 @@ def test_a_round_leaves_nothing_behind(target, answer, name):
 
 def test_ctrl_c_keeps_what_was_finished(target, monkeypatch):
     """An hour of answers that a keystroke loses."""
-    ended, step = [], Session.step
+    ended, step = [], Engine.step
 
-    def stops(session, *args):
+    def stops(engine, *args):
         if len(ended) == 2:
             raise KeyboardInterrupt
-        return step(session, *args)
+        updated = step(engine, *args)
+        ended.extend(request for request in updated if request.finish)
+        return updated
 
-    retire = Session.retire
-    monkeypatch.setattr(Session, "step", stops)
-    monkeypatch.setattr(
-        Session, "retire", lambda self, texts: retire(self, [ended.append(t) or t for t in texts])
-    )
+    monkeypatch.setattr(Engine, "step", stops)
     whole = {"max_new_tokens": 4, "temperature": 0.0, **ENDLESS}
     with pytest.raises(KeyboardInterrupt) as stopped:
         generate(target, PROMPTS, "vanilla", batch=1, **whole)
@@ -364,14 +362,14 @@ def test_ctrl_c_keeps_what_was_finished(target, monkeypatch):
 def test_what_ctrl_c_leaves_of_one_answer_is_kept(target, monkeypatch):
     """The half of a long answer that a keystroke in a notebook loses."""
     how = {"temperature": 0.0, **ENDLESS}
-    passes, step = count(1), Session.step
+    passes, decode = count(1), Engine.decode
 
-    def stops(session, *args):
+    def stops(engine, *args):
         if next(passes) == 6:
             raise KeyboardInterrupt
-        return step(session, *args)
+        return decode(engine, *args)
 
-    monkeypatch.setattr(Session, "step", stops)
+    monkeypatch.setattr(Engine, "decode", stops)
     with pytest.raises(Interrupted, match=r"stopped after 6 tokens, which this error's `partial`") as stopped:
         generate(target, "abcabc", "vanilla", max_new_tokens=20, **how)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Memory of keys and values: what is predicted is what a session allocates."""
+"""Memory of keys and values: what is predicted is what a engine allocates."""
 
 from itertools import cycle
 
@@ -6,31 +6,31 @@ import pytest
 
 import tiny
 from slipstream import generate
-from slipstream.core.sampling import Sampling
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.engine import Engine
 from slipstream.engine.memory import GIB, memory
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 
 PROMPTS = tiny.prompts(7, 13)
 NAMES = ["vanilla", "ngram", "eagle", "fasteagle", "medusa", "glide", "draft model", "bita", "auto"]
 
 
 def under_way(name):
-    """A target, a drafter, and a session of two texts of at most 50 tokens."""
+    """A target, a drafter, and an engine of two texts of at most 50 tokens."""
     target = tiny.target("llama")
     drafter = Vanilla() if name == "vanilla" else tiny.DRAFTERS[name](target, PROMPTS)
-    session = Session(target, drafter, rows=2, capacity=50, specs=drafter.candidate_trees)
-    session.admit(PROMPTS, [Sampling()] * 2)
-    return target, drafter, session
+    engine = Engine(target, drafter, rows=2, capacity=50, specs=drafter.candidate_trees)
+    engine.admit(*map(Request, PROMPTS))
+    return target, drafter, engine
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_what_a_session_allocates(name):
+def test_it_is_what_an_engine_allocates(name):
     """A cache that is not counted: a draft model's own, a copy of the target's, what only probes read."""
-    target, drafter, session = under_way(name)
-    session.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
+    target, drafter, engine = under_way(name)
+    engine.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
     found = memory(target, drafter, 50)
-    held = [sum(x.nbytes for x in cache.storage.stored) for cache in (session.cache, *session.state.caches)]
+    held = [sum(x.nbytes for x in cache.storage.stored) for cache in (engine.cache, *engine.state.caches)]
     assert (2 * found.target, 2 * found.drafter) == (held[0], sum(held[1:]))
     assert found.batch(2.5 * found.text / GIB) == 2
 
@@ -38,11 +38,11 @@ def test_it_is_what_a_session_allocates(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_round_outgrows_it(name):
     """A cache that grows is copied as a whole, in the middle of an answer."""
-    _, drafter, session = under_way(name)
-    held, specs = session.capacities, cycle(drafter.candidate_trees or [None])
-    while max(session.lengths) < 50:
-        session.step(49 - max(session.lengths), next(specs))
-    assert session.capacities == held
+    _, drafter, engine = under_way(name)
+    held, specs = engine.capacities, cycle(drafter.candidate_trees or [None])
+    while max(engine.lengths) < 50:
+        engine.step(49 - max(engine.lengths), next(specs))
+    assert engine.capacities == held
 
 
 def test_draft_steps_take_no_slots_of_the_targets_cache():
@@ -56,13 +56,13 @@ def test_draft_steps_take_no_slots_of_the_targets_cache():
 
 def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     target, rows = tiny.target("llama"), []
-    init = Session.__init__
+    init = Engine.__init__
 
     def spied(self, *args, **how):
         init(self, *args, **how)
         rows.append(self.rows)
 
-    monkeypatch.setattr(Session, "__init__", spied)
+    monkeypatch.setattr(Engine, "__init__", spied)
     prompts = tiny.prompts(5, 9, 7, 12, 6)
     room = memory(target, Vanilla(), 12 + 8)
     rows.clear()

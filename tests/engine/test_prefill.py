@@ -2,10 +2,10 @@
 
 import tiny
 from slipstream import generate
-from slipstream.core.sampling import Sampling
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.engine import Engine
 from slipstream.engine.prefill import SHORT, TOGETHER, together
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 
 
 def groups(lengths):
@@ -25,27 +25,27 @@ def test_prompts_that_are_read_together_are_alike():
     assert groups([]) == []
 
 
-def test_a_round_is_due_once_texts_have_waited_for_a_chunk(monkeypatch):
-    monkeypatch.setattr("slipstream.engine.session.CHUNK", 6)
-    session = Session(tiny.target("llama"), Vanilla(), rows=4)
-    session.admit([[1] * 20], [Sampling()])
-    assert not session.due  # nobody waited
-    session.admit([[1] * 4], [Sampling()])
-    assert not session.due
-    session.admit([[1] * 4], [Sampling()])
-    assert session.due
-    session.step()
-    assert not session.due
+def test_a_step_is_due_once_requests_have_waited_for_a_chunk(monkeypatch):
+    monkeypatch.setattr("slipstream.engine.engine.CHUNK", 6)
+    engine = Engine(tiny.target("llama"), Vanilla(), rows=4)
+    engine.admit(Request([1] * 20))
+    assert not engine.due  # nobody waited
+    engine.admit(Request([1] * 4))
+    assert not engine.due
+    engine.admit(Request([1] * 4))
+    assert engine.due
+    engine.step()
+    assert not engine.due
 
 
 def test_no_pass_of_prompts_is_mostly_padding(monkeypatch):
-    read, chunk = [], Session._chunk
+    read, chunk = [], Engine._chunk
 
     def counted(self, new, tokens, nexts, count, last):
         read.append((int(count.sum()), tokens.numel()))
         return chunk(self, new, tokens, nexts, count, last)
 
-    monkeypatch.setattr(Session, "_chunk", counted)
+    monkeypatch.setattr(Engine, "_chunk", counted)
     target, prompts = tiny.target("llama"), tiny.prompts(20, 90, 25, 90, 85, 20)
     alone = [generate(target, prompt, "vanilla", max_new_tokens=9).tokens for prompt in prompts]
     monkeypatch.setattr("slipstream.engine.prefill.SHORT", 0)

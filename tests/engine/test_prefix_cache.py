@@ -8,7 +8,8 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.verify import multi_round
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import Request
 
 KEEP = 200
 FIRST, OTHER = tiny.prompts(23, 17)
@@ -16,29 +17,33 @@ HOW = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=3)
 MORE = 8
 
 
-def made(session: Session, prompts: list[list[int]], new: int = 12) -> tuple[list[list[int]], list[int]]:
+def made(engine: Engine, prompts: list[list[int]], new: int = 12) -> tuple[list[list[int]], list[int]]:
     """Answers of texts that join at once, and what each took from others."""
-    news = session.admit(prompts, [HOW] * len(prompts))
-    texts = {each.text: list(each.tokens) for each in news}
-    while min(map(len, texts.values())) < new:
-        for each in session.step():
-            texts[each.text] += each.tokens
-    session.retire(texts)
-    return [text[:new] for text in texts.values()], [each.shared for each in news]
+    requests = [Request(prompt, HOW) for prompt in prompts]
+    engine.admit(*requests)
+    while min(len(request.tokens) for request in requests) < new:
+        engine.step()
+    leave(engine, *requests)
+    return [request.tokens[:new] for request in requests], [request.shared for request in requests]
 
 
-def session(name: str, keep: int) -> Session:
+def leave(engine: Engine, *requests: Request) -> None:
+    engine.cancel(*requests)
+    engine.free()
+
+
+def engine_of(name: str, keep: int) -> Engine:
     target = tiny.target("llama")
     drafter = tiny.DRAFTERS[name](target, [FIRST + OTHER] * 40)
     law = {"law": multi_round} if drafter.law == "multi-round" else {}
     policy = tiny.Restless(drafter) if drafter.candidate_trees else None
-    return Session(target, drafter, **law, rows=3, policy=policy, keep=keep)
+    return Engine(target, drafter, **law, rows=3, policy=policy, keep=keep)
 
 
 @pytest.mark.parametrize("name", tiny.DRAFTERS)
 def test_a_second_turn_reads_what_is_new_and_says_the_same(name):
     """Keys of another text, a drafter's caches that lag, a position that is one off."""
-    here, fresh = session(name, KEEP), session(name, 0)
+    here, fresh = engine_of(name, KEEP), engine_of(name, 0)
     ((answer,), taken) = made(here, [FIRST])
     assert taken == [0]
     turns = [FIRST + answer + OTHER[:MORE], OTHER, FIRST[:15] + OTHER]
@@ -52,11 +57,11 @@ def test_a_second_turn_reads_what_is_new_and_says_the_same(name):
         return
     assert plain == [answer]
     assert said == made(fresh, turns)[0]
-    assert said == [made(session("ngram", 0), [turn])[0][0] for turn in turns]
+    assert said == [made(engine_of("ngram", 0), [turn])[0][0] for turn in turns]
 
 
 def test_the_second_turns_pass_reads_only_what_is_new(monkeypatch):
-    here = session("ngram", KEEP)
+    here = engine_of("ngram", KEEP)
     (answer,), _ = made(here, [FIRST])
     read, call = list[int](), type(here.target).__call__
 
@@ -66,58 +71,58 @@ def test_the_second_turns_pass_reads_only_what_is_new(monkeypatch):
 
     monkeypatch.setattr(type(here.target), "__call__", counted)
     prompt = FIRST + answer + OTHER[:MORE]
-    news = here.admit([prompt], [HOW])
-    assert read == [len(prompt) - news[0].shared]
+    [request] = here.admit(Request(prompt, HOW))
+    assert read == [len(prompt) - request.shared]
     assert read[0] <= MORE + 2
 
 
 def test_what_is_kept_is_bounded_and_what_was_used_last_stays():
-    here = session("ngram", 60)
+    here = engine_of("ngram", 60)
     made(here, [FIRST])  # 34 tokens
     made(here, [OTHER])  # 28 more, which do not fit beside them
     assert here._prefixes.tokens <= 60
     assert made(here, [FIRST + OTHER])[1] == [0]
     assert made(here, [FIRST + OTHER])[1] == [len(FIRST + OTHER) - 1]
-    assert made(session("ngram", 0), [FIRST])[1] == [0]
+    assert made(engine_of("ngram", 0), [FIRST])[1] == [0]
 
 
 @pytest.mark.parametrize("name", tiny.DRAFTERS)
 def test_guesses_are_of_no_text_that_is_not_shared(name):
     """Lookahead took over the n-grams of all of a kept text, and a trace showed another client's words."""
-    here, beginning = session(name, KEEP), FIRST[:15]
+    here, beginning = engine_of(name, KEEP), FIRST[:15]
     secret = {*range(30, 60)}.difference(beginning, OTHER)
     made(here, [[*beginning, *secret]], 1)
-    assert here.admit([beginning + OTHER], [HOW])[0].shared == 14
-    for _, field, value in here.state.fields():
+    assert here.admit(Request(beginning + OTHER, HOW))[0].shared == 14
+    for _, field, value in here.state.held():
         if isinstance(value, torch.Tensor) and value.dim() > 1:
             assert not secret & {*value.flatten().tolist()} - {*here.state.root.tolist()}, field
 
 
 def test_texts_under_way_share_what_they_begin_with():
     """A prompt that many clients have in common, at the same time."""
-    here = session("ngram", KEEP)
-    here.admit([FIRST], [HOW])
-    assert here.admit([FIRST + OTHER], [HOW])[0].shared == len(FIRST) - 1
+    here = engine_of("ngram", KEEP)
+    here.admit(Request(FIRST, HOW))
+    assert here.admit(Request(FIRST + OTHER, HOW))[0].shared == len(FIRST) - 1
 
 
 def test_texts_of_another_salt_share_nothing():
     """How much was known, and the time to the first token, told what another client had asked."""
-    here = session("ngram", KEEP)
+    here = engine_of("ngram", KEEP)
 
     def known(prompt: list[int], salt: int) -> int:
-        [made] = here.admit([prompt], [HOW], salts=[salt])
+        [request] = here.admit(Request(prompt, HOW, salt=salt))
         here.step()
-        here.retire([made.text])
-        return made.shared
+        leave(here, request)
+        return request.shared
 
     assert known(FIRST, 1) == 0
     assert known(FIRST, 2) == 0
     assert known(FIRST + OTHER, 1) >= len(FIRST) - 1
     assert known(FIRST, 2) == len(FIRST) - 1  # a longer text of another salt has not taken its place
-    news = here.admit([FIRST + OTHER, FIRST], [HOW] * 2, salts=[3, 1])
-    assert [each.shared for each in news] == [0, len(FIRST) - 1]
-    here.retire([news[0].text])
-    here.retire([news[1].text])  # in a row that has moved
+    two = here.admit(Request(FIRST + OTHER, HOW, salt=3), Request(FIRST, HOW, salt=1))
+    assert [request.shared for request in two] == [0, len(FIRST) - 1]
+    leave(here, two[0])
+    leave(here, two[1])  # in a row that has moved
     assert known(FIRST + OTHER, 3) == len(FIRST + OTHER) - 1
     assert known(FIRST + OTHER, 2) == len(FIRST) - 1
 
@@ -128,14 +133,15 @@ def test_remembered_answers_serve_texts_of_their_salt_alone(name, tmp_path):
     config, tensors = tiny.eagle(target, "chain-7").pack()
     save_drafter(tmp_path, "eagle", target, config, tensors, {}, dtype=None)
     drafter = load_drafter(name.format(head=tmp_path), target)
-    here = Session(target, drafter, rows=1)
+    here = Engine(target, drafter, rows=1)
 
     def accepted(salt: int) -> int:
         spec = next((rung for rung in drafter.candidate_trees if rung.depth), None)
-        [made] = here.admit([FIRST], [HOW], salts=[salt])
-        count = sum(len(here.step(spec=spec)[0].tokens) - 1 for _ in range(4))
-        here.retire([made.text])
-        return count
+        [request] = here.admit(Request(FIRST, HOW, salt=salt))
+        for _ in range(4):
+            here.step(spec=spec)
+        leave(here, request)
+        return sum(step.accepted for step in request.steps)
 
     alone, again = accepted(1), accepted(1)
     assert again > alone

@@ -5,9 +5,9 @@ import torch
 
 import tiny
 from slipstream.drafters.suffix import NGram
-from slipstream.engine.answer import mean_accepted_length
 from slipstream.engine.generate import generate
 from slipstream.engine.replay import decoded, predict, record
+from slipstream.engine.request import mean_accepted_length
 
 PROMPTS = tiny.prompts(9, 4, 14, 6)
 # drafter: temperature, committed tokens, rounds, and rounds that accept as deep as 1, 2, …

@@ -11,7 +11,8 @@ from slipstream import generate
 from slipstream.core.sampling import Sampling
 from slipstream.drafters import load_drafter
 from slipstream.engine.audit import audit
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import Request
 from slipstream.measure.certify import certify
 from slipstream.measure.datasets import Question
 from slipstream.targets import HFTarget
@@ -72,14 +73,16 @@ def test_a_text_in_the_row_of_an_unsound_one_is_sound(drafter, step):
     """A masked key that is NaN, left in a row's memory, ended every later text of that row."""
     sound = generate(tiny.target("llama"), PROMPT, max_new_tokens=3, eos_token_ids=()).tokens
     target = broken(math.nan, token=sound[1] if step else PROMPT[-1])
-    session = Session(target, load_drafter(drafter, target), rows=1)
-    news = session.admit([PROMPT], [Sampling()])
-    while news[0].finite:
-        news = session.step()
-    session.retire([0])
+    engine, bad = Engine(target, load_drafter(drafter, target), rows=1), Request(PROMPT)
+    engine.admit(bad)
+    while bad.finite:
+        engine.step()
+    engine.cancel(bad)
     other = [token for token in tiny.prompts(5)[0] if token not in (sound[1], PROMPT[-1])]
-    made = [*session.admit([other], [Sampling()]), *session.step()]
-    assert all(each.finite for each in made)
-    assert [token for each in made for token in each.tokens] == generate(
-        target, other, "vanilla", max_new_tokens=sum(len(each.tokens) for each in made), eos_token_ids=()
-    ).tokens
+    good = Request(other)
+    engine.add(good)
+    while not good.steps:
+        engine.step()
+        assert good.finite
+    plain = generate(target, other, "vanilla", max_new_tokens=len(good.tokens), eos_token_ids=())
+    assert good.tokens == plain.tokens

@@ -16,9 +16,9 @@ from slipstream.core.verify import multi_round
 from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.suffix import NGram
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.answer import Answer
 from slipstream.engine.audit import audit
 from slipstream.engine.generate import Job
+from slipstream.engine.request import Request
 from slipstream.targets.grammar import read_grammar
 
 SAMPLINGS = {
@@ -43,9 +43,10 @@ def rows(sampling: str) -> list[Sampling]:
 
 def run(drafter, prompts, sampling, trace=None, **how) -> list[list[int]]:
     target = tiny.target("llama")
-    answers = [Answer(target, NEW, frozenset([tiny.EOS]), ()) for _ in prompts]
-    Job(target, drafter, prompts, sampling, answers, trace=trace, **how).run()
-    return [answer.tokens for answer in answers]
+    each = zip(prompts, sampling, strict=True)
+    requests = [Request(prompt, row, NEW, frozenset([tiny.EOS])) for prompt, row in each]
+    Job(target, drafter, requests, trace=trace, **how).run()
+    return [request.tokens for request in requests]
 
 
 @cache

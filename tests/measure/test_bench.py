@@ -12,8 +12,8 @@ from rich.console import Console
 
 import tiny
 from slipstream.drafters.auto import Auto
-from slipstream.engine.answer import Round
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
+from slipstream.engine.request import Step
 from slipstream.files import check_writable, write_json
 from slipstream.measure import runner
 from slipstream.measure.bench import Runner, bench, sweep
@@ -38,7 +38,7 @@ def tally(rounds, seconds=None):
 
 def test_tau_and_acceptance_by_depth():
     """Passes that drafted nothing count in the unconditional rates and not in the conditional ones."""
-    some = tally([Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(1, 1, 2)])
+    some = tally([Step(3, 2, 3), Step(3, 0, 1), Step(0, 0, 1), Step(1, 1, 2)])
     assert some.tau == 7 / 4
     assert some.acceptance(conditional=False) == [0.5, 0.25, 0.0]
     assert some.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
@@ -78,25 +78,25 @@ def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, 
 
 def test_expected_speedup_is_the_papers_formula():
     """Leviathan et al., Theorem 3.8, with α from the tokens that were judged."""
-    ours = tally([Round(3, 2, 3), Round(3, 0, 1), Round(3, 3, 4)], Seconds(draft=0.9, verify=9.0))
-    plain = tally([Round(0, 0, 1)] * 4, Seconds(verify=8.0))
+    ours = tally([Step(3, 2, 3), Step(3, 0, 1), Step(3, 3, 4)], Seconds(draft=0.9, verify=9.0))
+    plain = tally([Step(0, 0, 1)] * 4, Seconds(verify=8.0))
     alpha, c = 5 / (3 + 1 + 3), 0.1 / 2
     wanted = (1 - alpha**4) / ((1 - alpha) * (3 * c + 1))
     assert expected(ours, plain) == Expected(alpha=round(alpha, 4), c=c, speedup=round(wanted, 4))
-    assert expected(tally([Round(2, 2, 3)]), plain).speedup == 3  # all accepted
-    found_once = tally([Round(2, 2, 3), Round(0, 0, 1)])
+    assert expected(tally([Step(2, 2, 3)]), plain).speedup == 3  # all accepted
+    found_once = tally([Step(2, 2, 3), Step(0, 0, 1)])
     assert expected(found_once, plain).speedup == 2
-    seldom = tally([Round(4, 0, 1), Round(0, 0, 1)], Seconds(draft=0.8))
+    seldom = tally([Step(4, 0, 1), Step(0, 0, 1)], Seconds(draft=0.8))
     assert expected(seldom, plain).c == 0.1  # of a level, not of a round
-    found_nothing = tally([Round(0, 0, 1)], Seconds(draft=1.0))
+    found_nothing = tally([Step(0, 0, 1)], Seconds(draft=1.0))
     assert expected(found_nothing, plain).c == 0
     assert expected(plain, plain).speedup == 1
 
 
 def test_a_speed_up_is_the_product_of_its_factors():
     """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
-    plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
-    drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
+    plain = Tally([Answered([0] * 3, 1.0, [Step(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
+    drafted = Tally([Answered([0] * 7, 1.2, [Step(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
     made = factors(drafted, plain)
     assert made.tau == 3
     assert made.rows == pytest.approx(0.6 / 0.7, abs=1e-4)

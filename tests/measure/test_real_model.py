@@ -12,9 +12,9 @@ import slipstream
 from slipstream import generate, load_drafter, load_target
 from slipstream.core.sampling import Sampling
 from slipstream.drafters.store import find_drafter
-from slipstream.engine.answer import mean_accepted_length
 from slipstream.engine.audit import audit
 from slipstream.engine.replay import predict, record
+from slipstream.engine.request import mean_accepted_length
 from slipstream.measure.certify import certify
 from slipstream.measure.datasets import load_questions
 from slipstream.targets.prompts import encode

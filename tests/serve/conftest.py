@@ -71,7 +71,7 @@ def smollm2() -> Iterator[tuple[Server, str]]:
     target = load_target("smollm2", "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         restless = lambda target, drafter, texts: tiny.Restless(drafter)  # noqa: E731
-        patch.setattr("slipstream.serve.engine.policy", restless)
+        patch.setattr("slipstream.serve.worker.policy", restless)
         server = Server(target, load_drafter("auto", target, 1.0), "auto", Limits(rows=3, queue=40))
     with _listening(server) as url:
         yield server, url
@@ -131,9 +131,9 @@ class Client:
 
     def idle(self) -> bool:
         """Whether no row is taken, and nothing waits, within a second."""
-        engine = self.server.engine
+        worker = self.server.worker
         for _ in range(100):
-            if not engine.running and not engine.waiting and not engine._session.texts:
+            if not worker.running and not worker.waiting and not worker.engine.running:
                 return True
             self.loop.run_until_complete(asyncio.sleep(0.01))
         return False

@@ -306,7 +306,7 @@ def test_a_body_that_is_no_json_object_is_called_so(client, body, kind, says):
 
 def test_a_chat_without_a_limit_goes_on_to_its_end(client, monkeypatch):
     """It was cut off behind as many tokens as `generate` takes, where clients of OpenAI's expect all."""
-    monkeypatch.setattr("slipstream.engine.settings.NEW_TOKENS", 4)
+    monkeypatch.setattr("slipstream.engine.sampling_params.NEW_TOKENS", 4)
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}], "temperature": 0}
     _, told = client().post("/v1/chat/completions", asked)
     ends, used = told["choices"][0]["finish_reason"], told["usage"]
@@ -325,7 +325,7 @@ def test_what_clients_look_for_in_an_error(client):
     status, told = made.post("/v1/chat/completions", two | {"messages": [{"role": "user", "content": "a"}]})
     assert status == 400
     assert "give one of them" in told["error"]["message"]
-    made.server.engine.close()  # a traceback each
+    made.server.worker.close()  # a traceback each
     status, told = made.post("/v1/completions", {"model": "tiny", "prompt": "abc"})
     assert (status, told["error"]["type"]) == (503, "server_error")
     status, headers, _ = made.loop.run_until_complete(made.send("/v1/models", b"", method="PUT"))

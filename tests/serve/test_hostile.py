@@ -68,8 +68,8 @@ def test_a_server_refuses_what_is_hostile_and_goes_on(serve, listening, monkeypa
         before = text(url)
         assert faults(int(url.rpartition(":")[2]), asked) == {}
         assert text(url) == before
-        assert server.engine.alive
-        assert (server.engine.running, server.engine.waiting) == (0, 0)
+        assert server.worker.alive
+        assert (server.worker.running, server.worker.waiting) == (0, 0)
 
 
 def test_a_grammar_takes_no_longer_than_a_request_may(serve, listening, monkeypatch):

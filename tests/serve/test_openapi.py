@@ -36,4 +36,4 @@ def test_no_request_that_the_description_allows_ends_in_a_5xx(serve, listening):
                 with suppress(Unsatisfiable):  # nothing that takes no input can be given a wrong one
                     ask()
     assert min(asked.values()) >= 2 * EXAMPLES
-    assert not server.engine.running
+    assert not server.worker.running

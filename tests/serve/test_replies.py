@@ -14,8 +14,8 @@ import pytest
 
 import tiny
 from slipstream import GrammarLimits, generate
-from slipstream.serve.engine import Likely
 from slipstream.serve.replies import Form, Place
+from slipstream.serve.worker import Likely
 from slipstream.targets import HFTarget
 from slipstream.targets.grammar import SERVERS
 
@@ -46,9 +46,9 @@ def test_a_connection_that_breaks_frees_its_row(serve, listening):
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert b"200 OK" in connection.recv(2000)
         until = perf_counter() + 5
-        while server.engine.running and perf_counter() < until:
+        while server.worker.running and perf_counter() < until:
             pass
-        assert not server.engine.running
+        assert not server.worker.running
 
 
 def grammar_processes(server) -> list[str]:
@@ -129,7 +129,7 @@ def test_a_slow_reader_slows_nobody(client):
         quick = await here.send("/v1/completions", data)
         times.append(perf_counter() - began)
         assert not slow.done()
-        while here.server.engine.running:
+        while here.server.worker.running:
             await asyncio.sleep(0.01)
         assert not slow.done()
         return await slow, quick
@@ -213,15 +213,15 @@ def test_no_piece_is_taken_back(client):
 
 def test_a_failure_in_the_midst_of_a_stream_is_an_event(client, monkeypatch):
     here, calls = client(), []
-    step = here.server.engine._session.step
+    decode = here.server.worker.engine.decode
 
-    def fails():
+    def fails(*args):
         calls.append(1)
-        if len(calls) > 3:
+        if len(calls) == 4:
             raise RuntimeError("no more")
-        return step()
+        return decode(*args)
 
-    monkeypatch.setattr(here.server.engine._session, "step", fails)
+    monkeypatch.setattr(here.server.worker.engine, "decode", fails)
     data = json.dumps(LONG | {"stream": True}).encode()
     status, _, body = here.loop.run_until_complete(here.send("/v1/completions", data))
     assert status == 200

@@ -13,12 +13,12 @@ import tiny
 
 SLOW = """if True:
     import sys, time, slipstream.cli as cli
-    from slipstream.engine.session import Session
-    step = Session.step
+    from slipstream.engine.engine import Engine
+    step = Engine.step
     def slowly(*args, **how):
         time.sleep(0.02)
         return step(*args, **how)
-    Session.step = slowly
+    Engine.step = slowly
     cli.main()"""
 
 

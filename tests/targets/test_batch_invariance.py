@@ -21,8 +21,8 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.suffix import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.answer import Answer
 from slipstream.engine.generate import Job
+from slipstream.engine.request import Request
 from slipstream.kernels import ops
 from slipstream.targets import HFTarget
 from slipstream.targets.batch_invariance import agrees, own_noise, rounds_alike
@@ -194,9 +194,9 @@ def test_experts_by_other_products_are_tried_too(experts):
 
 def run(target: HFTarget, drafter: Drafter, prompts: tiny.Texts, rows: list[Sampling]) -> tiny.Texts:
     """Answers to prompts in one batch."""
-    answers = [Answer(target, 24, frozenset(), ()) for _ in prompts]
-    Job(target, drafter, prompts, rows, answers).run()
-    return [answer.tokens for answer in answers]
+    requests = [Request(prompt, row, 24) for prompt, row in zip(prompts, rows, strict=True)]
+    Job(target, drafter, requests).run()
+    return [request.tokens for request in requests]
 
 
 def sampling(temperature: float) -> list[Sampling]:

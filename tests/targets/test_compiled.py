@@ -15,9 +15,9 @@ import tiny
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree import Tree, chain
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.answer import Answer
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import Job
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 from slipstream.targets import HFTarget
 
 pytestmark = pytest.mark.skipif(not tiny.COMPILED, reason="make test-compiled")
@@ -25,9 +25,9 @@ PROMPTS = tiny.prompts(7, 13, 55)
 
 
 def answers(target: HFTarget, drafter, prompts, rows) -> tiny.Texts:
-    made = [Answer(target, 24, frozenset(), ()) for _ in prompts]
-    Job(target, drafter, prompts, rows, made).run()
-    return [answer.tokens for answer in made]
+    requests = [Request(prompt, row, 24) for prompt, row in zip(prompts, rows, strict=True)]
+    Job(target, drafter, requests).run()
+    return [request.tokens for request in requests]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,14 @@ def test_texts_that_join_and_leave_share_the_graphs(compiled):
     """Windows of another number of rows, of another first row, or of a storage that has grown."""
 
     def play(sizes: list[int], capacity: int) -> None:
-        session = Session(compiled, tiny.eagle(compiled, "dynamic-3x4x14"), rows=4, capacity=capacity)
+        engine = Engine(compiled, tiny.eagle(compiled, "dynamic-3x4x14"), rows=4, capacity=capacity)
         for i, size in enumerate(sizes):
-            session.retire(session.texts[: len(session.texts) + size - 4])
-            session.admit((2 * PROMPTS)[:size], [Sampling()] * size)
+            engine.cancel(*engine.running[: max(0, len(engine.running) + size - 4)])
+            engine.free()
+            engine.admit(*map(Request, (2 * PROMPTS)[:size]))
             for _ in range(1 + i):
-                session.step()
-        assert (session.cache.storage.capacity == capacity + 14) == (capacity > 100)
+                engine.step()
+        assert (engine.cache.storage.capacity == capacity + 14) == (capacity > 100)
 
     play([1, 1, 2], 200)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

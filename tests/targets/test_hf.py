@@ -18,16 +18,17 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import slipstream.engine.session
+import slipstream.engine.engine
 import tiny
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.kv_cache import KVCache
-from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.sampling import Sampler
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.tree_spec import TreeSpec
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 from slipstream.measure.runner import hf_generate
 from slipstream.targets import HFTarget
 from slipstream.targets.attention_patch import OURS
@@ -165,9 +166,9 @@ class Listener(Drafter):
 
 def prefill(target: HFTarget) -> tuple[KVCache, Listener]:
     """The cache after ragged prompts, and the drafter that was told of them."""
-    session = Session(target, Listener(), rows=len(PROMPTS))
-    session.admit(PROMPTS, [Sampling()] * len(PROMPTS))
-    return session.cache, session.drafter
+    engine = Engine(target, Listener(), rows=len(PROMPTS))
+    engine.admit(*map(Request, PROMPTS))
+    return engine.cache, engine.drafter
 
 
 @every_family
@@ -175,7 +176,7 @@ def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
     """Chunks cut so that a short prompt is read twice, late or not at all, or its drafter misses tokens."""
     target = tiny.target(family)
     whole, once = prefill(target)
-    monkeypatch.setattr(slipstream.engine.session, "CHUNK", 4)
+    monkeypatch.setattr(slipstream.engine.engine, "CHUNK", 4)
     parts, often = prefill(target)
     assert (len(once.spans), len(often.spans)) == (1, 4)
     assert parts.lengths.tolist() == whole.lengths.tolist() == list(map(len, PROMPTS))

@@ -40,8 +40,8 @@ from slipstream.files import check_writable, replacing
 from slipstream.provenance import suggested
 
 if TYPE_CHECKING:
-    from slipstream.engine.chat_session import Talk
-    from slipstream.engine.trace import Round
+    from slipstream.engine.chat_session import ChatSession
+    from slipstream.engine.trace import TracedStep
 
 ACCEPTED, ASKS = "green", "› "
 HELP = """\
@@ -83,7 +83,7 @@ def chat(
     """
     drafter = with_model(drafter, draft_model)
     inputs(target, [drafter])
-    from slipstream.engine.chat_session import Talk
+    from slipstream.engine.chat_session import ChatSession
 
     with held():
         loaded = load(target, dtype, device, compile, quantize)
@@ -93,14 +93,14 @@ def chat(
                 "goes on with a text"
             )
         with err.status(MEASURING):
-            talk = Talk(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
+            talk = ChatSession(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
     Chat(talk, drafter, system, seed).run()
 
 
 class Chat:
     """A conversation: what is said, and the commands between."""
 
-    def __init__(self, talk: "Talk", drafter: str, system: str | None, seed: int) -> None:
+    def __init__(self, talk: "ChatSession", drafter: str, system: str | None, seed: int) -> None:
         self.talk, self.drafter, self.seed = talk, drafter, seed
         self.ask: Callable[[str], str] = plainly
         self.saved = set[str]()  # files
@@ -165,7 +165,7 @@ class Chat:
         with interrupted() as stopped, held(), closing(pieces), wrapping(out) as show:
             for round in pieces:
                 said += "".join(round)
-                rounds = self.talk.made.rounds if self.talk.made else []
+                rounds = self.talk.last.rounds if self.talk.last else []
                 guessed = rounds[-1].accepted if rounds else 0
                 show("".join(round[:guessed]), ACCEPTED)
                 show("".join(round[guessed:]), "")
@@ -178,7 +178,7 @@ class Chat:
 
     def figures(self, stopped: bool) -> None:
         """The status line of the last answer, which ends in why it ended."""
-        made = self.talk.made
+        made = self.talk.last
         assert made is not None
         most = self.talk.options.get("max_new_tokens")
         window = f"the window's {self.talk.target.window:,} tokens are full"
@@ -236,9 +236,7 @@ class Chat:
     @property
     def T(self) -> float:
         """The temperature of the next answer."""
-        from slipstream.engine.settings import Settings
-
-        return Settings.of(self.talk.target, **self.talk.options).sampling.temperature
+        return self.talk.temperature
 
     def temperature(self, rest: str) -> None:
         if not rest:
@@ -278,7 +276,7 @@ class Chat:
         out.print(f"drafting with {rest}")
 
     def tree(self, rest: str) -> None:
-        rounds = self.talk.rounds
+        rounds = self.talk.steps
         if not rounds:
             raise ValueError("no answer has taken a round yet")
         if rest and not (rest.isdecimal() and 1 <= int(rest) <= len(rounds)):
@@ -292,7 +290,7 @@ class Chat:
         out.print("another conversation")
 
 
-def drawn(round: "Round", number: int, of: int) -> Tree:
+def drawn(round: "TracedStep", number: int, of: int) -> Tree:
     """A round's tree, with the target's probability of each node. Accepted nodes are green."""
     accepted = set(round.accepted)
 

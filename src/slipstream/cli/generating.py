@@ -98,7 +98,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     from slipstream.engine.costs import explained
     from slipstream.engine.generate import stream
-    from slipstream.engine.settings import resolve_sampling
+    from slipstream.engine.sampling_params import resolve_sampling
 
     loaded = load(target, dtype, device, compile, quantize)
     T = resolve_sampling(loaded, temperature=temperature).temperature

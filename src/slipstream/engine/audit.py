@@ -3,7 +3,7 @@
 Where a target's `exactness` is "bits", every difference is an error. Elsewhere passes over a tree and over
 one row round differently: a token whose score is within the precision's margin of the best is a tie, and any
 other difference an error. The same holds of Hugging Face's `generate`, on every target. The audit says what
-differs and by how much; `measure.runner.Runner.audited` judges it.
+differs and by how much; `measure.runner.Contest.audited` judges it.
 """
 
 import math
@@ -15,24 +15,18 @@ import torch
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import Request
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A token that plain decoding, forced along the answer up to there, would not have chosen.
+    """A token that plain decoding, forced along the answer up to there, would not have chosen."""
 
-    Attributes:
-        position: index into the answer.
-        token, plain: what was emitted, and what plain decoding chooses.
-        margin: how far the emitted token's score lies below the best, in logits; infinite outside the
-            support.
-    """
-
-    position: int
+    position: int  # in the answer
     token: int
-    plain: int
-    margin: float
+    plain: int  # what plain decoding chooses
+    margin: float  # how far the token's score lies below the best, in logits; infinite outside the support
 
 
 @torch.inference_mode()
@@ -44,22 +38,27 @@ def audit(
     A token is inside the support if a top-k, top-p or min-p boundary moved by the margin lets it in; only
     tokens of a support narrowed as much outrank it. Processors and warpers have no such slack.
     """
-    session = Session(target, Vanilla(), capacity=len(prompt) + len(answer))
+    engine, request = (
+        Engine(target, Vanilla(), capacity=len(prompt) + len(answer)),
+        Request(list(prompt), sampling),
+    )
     slack = target.margin
     unit = sampling.temperature or 1.0  # scores are logits over temperature
-    found = []
+    divergences = []
     for i, token in enumerate(answer):
         if i:
-            session.state.root.fill_(answer[i - 1])
-        [plain] = session.step() if i else session.admit([prompt], [sampling])
-        if not plain.finite:
+            engine.state.root.fill_(answer[i - 1])
+            engine.decode()
+        else:
+            engine.admit(request)
+        if not request.finite:
             raise ValueError(target.explain_non_finite([*prompt, *answer[:i]]))
-        if plain.tokens != [token]:
-            sampler, span = session.sampler, session.span
+        if request.committed != [token]:
+            sampler, span = engine.sampler, engine.span
             assert span is not None and span.logits is not None
             noise, logits = sampler.noise(span.start + span.count), span.logits[:, -1]
-            mine = (sampler.scores(logits, slack / unit) + noise)[0, token]
+            own = (sampler.scores(logits, slack / unit) + noise)[0, token]
             best = (sampler.scores(logits, -slack / unit) + noise).max()
-            behind = float(best - mine) * unit if mine > -torch.inf else math.inf
-            found.append(Divergence(i, token, plain.tokens[0], max(0.0, behind)))
-    return found
+            behind = float(best - own) * unit if own > -torch.inf else math.inf
+            divergences.append(Divergence(i, token, request.committed[0], max(0.0, behind)))
+    return divergences

@@ -22,9 +22,10 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
 from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.auto import SAMPLED
+from slipstream.engine.engine import Engine
 from slipstream.engine.memory import GIB, memory
 from slipstream.engine.policy import Accepted, Policy, TreeStatistics, Trial
-from slipstream.engine.session import Session
+from slipstream.engine.request import Request
 from slipstream.files import cache_home, first_line, note, read_results, understood, update_json
 from slipstream.kernels.build import fingerprint
 from slipstream.results import Figures
@@ -55,7 +56,7 @@ def statistics(target: Target, drafter: Drafter) -> TreeStatistics:
 
 
 def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
-    """The policy for a session of so many texts; None for a drafter without candidate trees."""
+    """The policy for an engine of so many texts; None for a drafter without candidate trees."""
     if not drafter.candidate_trees:
         return None
     with target.lock:  # one thread measures, alone
@@ -152,7 +153,7 @@ def _store(
 
 def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
     """By texts and tree, from the user's cache: for so many, which are measured if they are not there, and
-    for other known numbers, as a session's texts become fewer."""
+    for other known numbers, as an engine's texts become fewer."""
     names, place = [*(spec.name for spec in drafter.candidate_trees), CATCH_UP], _setting(target, "")
     seconds, catch_up = dict[int, list[float]](), dict[int, float]()
     for what, entry in _stored(target, drafter).items():
@@ -188,8 +189,8 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
         if len(timed) == LAPS or (len(timed) >= FEWEST and perf_counter() - began > SECONDS):
             break
     for spec in [spec for spec in drafter.candidate_trees if spec.children][:1]:
-        # The first session's head read its prompts while graphs and buffers were made.
-        _session(target, drafter, texts, context).step(spec=spec)
+        # The first engine's head read its prompts while graphs and buffers were made.
+        _engine(target, drafter, texts, context).step(spec=spec)
     return [median(times) for times in zip(*timed, strict=True)]
 
 
@@ -197,42 +198,42 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
     """Seconds of a round of every tree, again and again. The first lap makes buffers and graphs."""
     deepest = max(spec.depth for spec in drafter.candidate_trees)
     most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
-    session = _session(target, drafter, texts, context)
+    engine = _engine(target, drafter, texts, context)
 
-    def ready() -> Session:
-        """A session whose texts may have the rounds of a tree."""
-        fits = max(session.lengths) + 3 * (deepest + 2) <= most
-        return session if fits else _session(target, drafter, texts, context)
+    def ready() -> Engine:
+        """An engine whose texts may have the rounds of a tree."""
+        fits = max(engine.lengths) + 3 * (deepest + 2) <= most
+        return engine if fits else _engine(target, drafter, texts, context)
 
     for spec in drafter.candidate_trees:
-        session = ready()
-        session.step(spec=spec)
-        session.state.flush()  # a drafter that waits reads now, and then has one token to read
-        session.step(spec=PLAIN)
-        session.step(spec=spec)
+        engine = ready()
+        engine.step(spec=spec)
+        engine.state.flush()  # a drafter that waits reads now, and then has one token to read
+        engine.step(spec=PLAIN)
+        engine.step(spec=spec)
     while True:
         lap = []
         for spec in drafter.candidate_trees:
-            session = ready()
+            engine = ready()
             # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
             # took half as long again where they were timed behind the largest tree's.
-            session.step(spec=spec)
+            engine.step(spec=spec)
             before = perf_counter()
-            drafter.match_buckets(session.state)
-            session.step(spec=spec)
+            drafter.match_buckets(engine.state)
+            engine.step(spec=spec)
             lap.append(perf_counter() - before)
         yield lap
 
 
-def _session(target: Target, drafter: Drafter, texts: int, context: int) -> Session:
-    """A session under way behind a context, or as much of it as half the window holds."""
+def _engine(target: Target, drafter: Drafter, texts: int, context: int) -> Engine:
+    """An engine under way behind a context, or as much of it as half the window holds."""
     context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
-    session = Session(target, Full(drafter), rows=texts, capacity=capacity, specs=drafter.candidate_trees)
+    engine = Engine(target, Full(drafter), rows=texts, capacity=capacity, specs=drafter.candidate_trees)
     sampling = Sampling(temperature=float(drafter.uses_target_noise))  # noise takes its time
-    session.admit(prompts, [sampling] * texts)
-    return session
+    engine.admit(*(Request(prompt, sampling) for prompt in prompts))
+    return engine
 
 
 class Full(Drafter):

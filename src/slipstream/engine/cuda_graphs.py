@@ -1,10 +1,11 @@
-"""A round captured once and replayed: on a GPU hundreds of launches become two.
+"""A step captured once and replayed: on a GPU hundreds of launches become two.
 
-Tensors that change from round to round stay where they are, because a capture fixes memory. Sizes are those
+Tensors that change from step to step stay where they are, because a capture fixes memory. Sizes are those
 of caches filled to the next multiple of `SPAN`; a fuller cache needs another capture.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,12 +17,12 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 
 SPAN = 256
-Made = TypeVar("Made")
+T = TypeVar("T")
 # Runs a function. Returns what the function returns, which every replay fills anew, and the replay.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
-def cuda_graph(function: Callable[[], Made], pool: Any = None) -> tuple[Made, Callable[[], None]]:
+def cuda_graph(function: Callable[[], T], pool: Any = None) -> tuple[T, Callable[[], None]]:
     """A `Record` by a CUDA graph. Libraries and compilers set themselves up in a first run outside of it.
     `pool`: memory that it shares with other graphs, of which none runs meanwhile."""
     side = torch.cuda.Stream()
@@ -31,8 +32,8 @@ def cuda_graph(function: Callable[[], Made], pool: Any = None) -> tuple[Made, Ca
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        made = function()
-    return made, partial(_replay, graph, function)
+        result = function()
+    return result, partial(_replay, graph, function)
 
 
 def _replay(graph: Any, reads: Callable[[], Any]) -> None:
@@ -41,66 +42,66 @@ def _replay(graph: Any, reads: Callable[[], Any]) -> None:
 
 
 def recorder(target: Target) -> Record | None:
-    """How rounds with this target are captured, where they are."""
+    """How steps with this target are captured, where they are."""
     return cuda_graph if target.captures else None
 
 
+@dataclass(eq=False)
 class Captured:
-    """Rounds over the same rows, in two halves: `propose` makes a tree, and `check` reads it with the target,
-    keeps what agrees and lets the drafter update it.
+    """Steps over the same rows, in two halves: `propose` makes a tree, and `check` reads it with the target,
+    keeps what agrees and lets the drafter update it."""
 
-    Args:
-        cache, state: all that the halves change, in place or by new tensors of the same shapes.
-        depth: of the trees.
-    """
+    propose: Callable[[], Any]
+    check: Callable[[Any], Any]
+    cache: KVCache  # it and the state are all that changes, in place or by tensors of the same specs
+    state: State
+    depth: int  # of the trees
+    record: Record
 
-    def __init__(
-        self,
-        propose: Callable[[], Any],
-        check: Callable[[Any], Any],
-        cache: KVCache,
-        state: State,
-        depth: int,
-        record: Record,
-    ) -> None:
-        self.propose, self.check, self.cache, self.depth, self.record = propose, check, cache, depth, record
-        self.caches = [cache, *state.caches]
+    def __post_init__(self) -> None:
+        self.caches = [self.cache, *self.state.caches]
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
-        self._places += [(part, name) for part, name, value in state.fields() if isinstance(value, Tensor)]
+        self._places += [
+            (part, name) for part, name, value in self.state.fields() if isinstance(value, Tensor)
+        ]
         self._until = -1  # the largest bound of the cache that the captures are good for
         self._held: list[Tensor] = []  # the tensors in these places that the captures read and write
         self._memory: list[list[Tensor]] = []  # keys and values of all storages
 
     def step(self) -> Any:
-        """One round: what `check` returns, filled anew by the next round."""
+        """One step: what `check` returns, filled anew by the next one."""
         bound = self.cache.bound
         if bound > self._until or self._moved():
             self._capture(rounded(bound))
         for (owner, name), held in zip(self._places, self._held, strict=True):
-            if (now := getattr(owner, name)) is not held:  # a round that was not captured came between
+            if (now := getattr(owner, name)) is not held:  # a step that was not captured came between
                 held.copy_(now)
                 setattr(owner, name, held)
         self._propose()
         self._check()
         for cache in self.caches:
             cache.flush([bound + self.depth + 1])
-        return self._made
+        return self._result
 
     def _moved(self) -> bool:
-        held, kept = zip(self._places, self._held, strict=True), zip(self._memory, self.caches, strict=True)
-        grown = any(getattr(*place).shape != old.shape for place, old in held)
-        return grown or any(old is not cache.storage.stored for old, cache in kept)
+        if any(
+            getattr(*place).shape != old.shape for place, old in zip(self._places, self._held, strict=True)
+        ):
+            return True
+        return any(
+            cache.storage.stored is not old for cache, old in zip(self.caches, self._memory, strict=True)
+        )
 
     def _capture(self, until: int) -> None:
         self._until = until
         before = [getattr(*place).clone() for place in self._places]
         for cache in self.caches:
             cache.flush([until])
-        self.check(self.propose())  # storages and texts grow to what the captured rounds will need
+        self.check(self.propose())  # storages and texts grow to what the captured steps will need
         self._memory = [cache.storage.stored for cache in self.caches]
         tree, self._propose = self.record(lambda: self._half(self.propose))
         self._propose()  # a check reads the tree before it is captured
-        self._made, self._check = self.record(lambda: self._half(lambda: self.check(tree)))
+        self._result, self._check = self.record(lambda: self._half(lambda: self.check(tree)))
         self._held = [getattr(*place) for place in self._places]
         for held, value in zip(self._held, before, strict=True):
             held[tuple(map(slice, value.shape))] = value
@@ -110,11 +111,11 @@ class Captured:
         for cache in self.caches:
             cache.flush([self._until])
         before = [getattr(*place) for place in self._places]
-        made = half()
+        result = half()
         for (owner, name), old in zip(self._places, before, strict=True):
             old.copy_(getattr(owner, name))
             setattr(owner, name, old)
-        return made
+        return result
 
 
 def rounded(length: int) -> int:

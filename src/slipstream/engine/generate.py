@@ -1,31 +1,26 @@
 """generate and stream: prompts in, answers out, with the arguments people know from Hugging Face."""
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import islice
 from numbers import Real
 from os import PathLike
-from time import perf_counter
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args, overload, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, Unpack, get_args, overload, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.grammar import GrammarLimits
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.drafters.drafter_cache import cached_drafter
-from slipstream.engine.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.engine.costs import keep, policy
+from slipstream.engine.engine import Engine, Seconds
 from slipstream.engine.memory import memory
-from slipstream.engine.prefill import together
-from slipstream.engine.session import Seconds, Session
-from slipstream.engine.settings import Settings, check_kind
+from slipstream.engine.request import Finish, Request, Step, mean_accepted_length
+from slipstream.engine.sampling_params import SamplingOptions, SamplingParams, check_kind
 from slipstream.engine.trace import Tracer
 from slipstream.files import is_whole
 from slipstream.spec import Named, Spec
@@ -60,11 +55,11 @@ class Interrupted(KeyboardInterrupt):
         finished: a list of the answers that had ended, and None for the others.
     """
 
-    def __init__(self, made: "list[Generation]", single: bool) -> None:
-        tokens = sum(len(each.tokens) for each in made)
+    def __init__(self, answers: "list[Generation]", single: bool) -> None:
+        tokens = sum(len(answer.tokens) for answer in answers)
         super().__init__(f"stopped after {tokens} tokens, which this error's `partial` holds")
-        self.partial: Generation | list[Generation] = made[0] if single else made
-        self.finished = [None if each.finish == INTERRUPTED else each for each in made]
+        self.partial: Generation | list[Generation] = answers[0] if single else answers
+        self.finished = [None if answer.finish == INTERRUPTED else answer for answer in answers]
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class Generation:
     tokens: list[int] = field(repr=False)
     text: str
     finish: Finish | Literal["interrupted"]
-    rounds: list[Round] = field(repr=False)
+    rounds: list[Step] = field(repr=False)
     seconds: Seconds
     sampling: Sampling = field(default_factory=Sampling, repr=False)
 
@@ -96,36 +91,20 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """The answer and a line of figures, as a notebook shows them."""
-        figures = (
-            f"{len(self.tokens)} tokens",
-            f"τ {self.tau:.2f}",
-            f"{self.seconds.total:.2f} s",
-            self.finish,
-        )
-        said = escape(self.text) or "(no text)"
-        return f'<div style="white-space: pre-wrap">{said}</div><p><small>{", ".join(figures)}</small></p>'
+        figures = f"{len(self.tokens)} tokens, τ {self.tau:.2f}, {self.seconds.total:.2f} s, {self.finish}"
+        text = escape(self.text) or "(no text)"
+        return f'<div style="white-space: pre-wrap">{text}</div><p><small>{figures}</small></p>'
 
 
-class Options(TypedDict, total=False):
+def generation(request: Request, seconds: Seconds) -> Generation:
+    """What a request says, as far as it came."""
+    finish, steps = request.finish or INTERRUPTED, request.steps
+    return Generation(request.prompt, request.tokens, request.text, finish, steps, seconds, request.sampling)
+
+
+class Options(SamplingOptions, total=False):
     """Keyword arguments of `generate` and `stream`, which `generate` explains; None is not given."""
 
-    max_new_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int | None
-    processors: Sequence[Any] | None
-    json_schema: Mapping[str, Any] | str | None
-    regex: str | None
-    grammar: str | None
-    choice: Sequence[str] | None
-    grammar_limits: GrammarLimits | None
-    eos_token_ids: int | Iterable[int] | None
-    stop: str | Sequence[str] | None
     law: str | None
     trace: Writer | None
 
@@ -219,8 +198,8 @@ def generate(
     if streamer is not None:
         job.check_single("a streamer", "generate")
         check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
-    made = job.generations(job.run(streamer))
-    return made[0] if job.single else made
+    answers = job.generations(job.run(streamer))
+    return answers[0] if job.single else answers
 
 
 @_spelled
@@ -234,7 +213,7 @@ def stream(
 
     Raises ValueError as `generate` does, for more than one prompt, and for a target without tokenizer.
     """
-    job = Job.of(target, prompt, drafter, read=True, **options)
+    job = Job.of(target, prompt, drafter, streams=True, **options)
     job.check_single("stream", "it")
     return Stream(job)
 
@@ -250,7 +229,7 @@ class Stream(Iterator[str]):
 
     def __init__(self, job: "Job") -> None:
         self.generation: Generation | None = None
-        self.tokens = _longest(job.prompts, job.answers)
+        self.tokens = job.longest
         self.rounds = self._rounds(job)
 
     def __next__(self) -> str:
@@ -261,23 +240,20 @@ class Stream(Iterator[str]):
         self.rounds.close()
 
     def _rounds(self, job: "Job") -> Generator[list[str], None, None]:
-        (answer,), shown = job.answers, 0
-        for seconds in job.rounds():
-            pieces, shown = answer.pieces[shown:], len(answer.pieces)
-            if answer.finish is not None:
-                (self.generation,) = job.generations(seconds)
-            yield pieces
+        (request,) = job.requests
+        for seconds in job.steps():
+            if request.finish is not None:
+                self.generation = generation(request, seconds)
+            yield request.new_pieces()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be answered, and how. `answers`, one per prompt, are filled by `rounds`."""
+    """Requests of one call, and how they are answered."""
 
     target: Target
     drafter: Drafter
-    prompts: list[list[int]]
-    sampling: list[Sampling]
-    answers: list[Answer]
+    requests: list[Request]
     law: Law = coupled
     trace: Writer | None = None
     batch: int | None = None
@@ -293,14 +269,14 @@ class Job:
         trace: Writer | None = None,
         batch: int | None = None,
         memory: float | None = None,
-        read: bool = False,
-        **given: Any,
+        streams: bool = False,
+        **options: Any,
     ) -> "Job":
         """From the arguments of `generate`. Raises ValueError; TypeError for one that there is not."""
-        if unknown := given.keys() - Options.__annotations__.keys():
+        if unknown := options.keys() - Options.__annotations__.keys():
             known = ", ".join(BatchOptions.__annotations__)
             raise TypeError(f"generate has no argument {unknown.pop()!r}: it has {known}")
-        settings = Settings.of(target, **given)
+        params = SamplingParams.of(target, **options)
         ids, single = read_prompts(target, prompts)
         if law is not None and law not in list(LAWS):
             raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
@@ -309,7 +285,7 @@ class Job:
         if isinstance(drafter, (str, PathLike, Spec)):
             texts = min(batch or len(ids), len(ids))
             looks = law in (None, "coupled")  # other laws do not allow drafts that depend on the noise
-            temperature = settings.sampling.temperature if looks else 0.0
+            temperature = params.sampling.temperature if looks else 0.0
             drafter = cached_drafter(drafter, target, temperature, texts)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
@@ -321,65 +297,58 @@ class Job:
                 f"this drafter looks at the target's noise, which the {law} law does not allow: use law "
                 "coupled"
             )
-        if read and target.text is None:
+        if streams and target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
-        read |= trace is not None and target.text is not None
-        answers = [Answer(target, settings.limit(each), settings.eos, settings.stop, read) for each in ids]
-        if memory is not None:
-            batch = min(batch or len(ids), _fitting(target, drafter, memory, ids, answers))
-        rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
-        return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
+        streams |= trace is not None
+        requests = [params.request(i, prompt, streams=streams) for i, prompt in enumerate(ids)]
+        job = cls(target, drafter, requests, LAWS[law], trace, batch, single)
+        return job if memory is None else replace(job, batch=min(job.rows, job.fitting(memory)))
+
+    @property
+    def rows(self) -> int:
+        """Requests that are under way at once."""
+        return min(self.batch or len(self.requests), len(self.requests))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(len(request.prompt) + request.limit for request in self.requests)
+
+    def fitting(self, gib: float) -> int:
+        """The most texts that may be under way in so much memory. Raises ValueError."""
+        check_kind("memory", gib, Real, "give GiB")
+        return memory(self.target, self.drafter, self.longest).batch(gib)
 
     def check_single(self, taker: str, caller: str) -> None:
         """Raises ValueError for more than one prompt."""
-        if (count := len(self.prompts)) > 1:
+        if (count := len(self.requests)) > 1:
             raise ValueError(f"{taker} takes one prompt, {count} were given: call {caller} once for each")
 
-    def rounds(self) -> Iterator[Seconds]:
-        """Fill the answers, round by round; waiting prompts take the rows of finished ones. Yields where the
-        time went so far. What was learnt of rounds is kept, also where the caller ends them."""
+    def steps(self) -> Iterator[Seconds]:
+        """Answer the requests, step by step; those that wait take the rows of finished ones. Yields where the
+        time went so far. What was learnt of steps is kept, also where the caller ends them."""
+        chooses = policy(self.target, self.drafter, self.rows)
+        engine = Engine(self.target, self.drafter, self.law, self.rows, capacity=self.longest, policy=chooses)
+        tracer = None if self.trace is None else Tracer(self.trace, engine)
+        engine.add(*self.requests)
         try:
-            yield from self._rounds()
+            while engine.busy:
+                requests = engine.step()
+                engine.check(requests)
+                if tracer is not None and requests:
+                    tracer.take(requests)
+                yield engine.seconds
         finally:
             keep(self.target, self.drafter)
 
-    def _rounds(self) -> Iterator[Seconds]:
-        prompts, answers = self.prompts, self.answers
-        rows = min(self.batch or len(prompts), len(prompts))
-        longest = _longest(prompts, answers)
-        chooses = policy(self.target, self.drafter, rows)
-        session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
-        told = (self.target, prompts, self.sampling, answers)
-        tracer = None if self.trace is None else Tracer(self.trace, *told)
-        waiting, spent = deque(range(len(prompts))), Seconds()
-        while waiting or session.reading or session.texts:
-            before = replace(session.seconds)
-            if session.reading is None and (free := min(len(waiting), rows - len(session.texts))):
-                count = together(prompts[i] for i in islice(waiting, free))
-                joining = [waiting.popleft() for _ in range(count)]
-                session.begin([prompts[i] for i in joining], [self.sampling[i] for i in joining])
-            reads = session.reading is not None and not session.due
-            news = session.read() if reads else session.step()
-            began = perf_counter()
-            for each in news:
-                answers[each.text].take(each, prompts[each.text])
-            session.seconds.host += perf_counter() - began
-            spent += session.seconds - before
-            if news and tracer is not None:
-                tracer.take(session, spent, [each.text for each in news if reads])
-            if news:
-                spent = Seconds()
-            yield session.seconds
-            session.retire(each.text for each in news if answers[each.text].finish is not None)
-
     def run(self, streamer: Streamer | None = None) -> Seconds:
-        """Fill the answers. Returns where the time went. Raises Interrupted."""
+        """Answer the requests. Returns where the time went. Raises Interrupted."""
         seconds = Seconds()
         try:
             if streamer is not None:
-                streamer.put(torch.tensor(self.prompts[0]))
-            for seconds in self.rounds():  # noqa: B007
-                if streamer is not None and (tokens := self.answers[0].released()):
+                streamer.put(torch.tensor(self.requests[0].prompt))
+            for seconds in self.steps():  # noqa: B007
+                if streamer is not None and (tokens := self.requests[0].released()):
                     streamer.put(torch.tensor(tokens))
         except KeyboardInterrupt as stopped:
             raise Interrupted(self.generations(seconds), self.single) from stopped
@@ -389,24 +358,4 @@ class Job:
 
     def generations(self, seconds: Seconds) -> list[Generation]:
         """The answers as far as they came, as `generate` returns them."""
-        return [
-            Generation(prompt, a.tokens, a.text, a.finish or INTERRUPTED, a.rounds, seconds, s)
-            for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
-        ]
-
-
-def _longest(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> int:
-    """Tokens of the longest text."""
-    return max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
-
-
-def _fitting(
-    target: Target,
-    drafter: Drafter,
-    gib: float,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Answer],
-) -> int:
-    """The most answers that may be under way at once in so much memory. Raises ValueError."""
-    check_kind("memory", gib, Real, "give GiB")
-    return memory(target, drafter, _longest(prompts, answers)).batch(gib)
+        return [generation(request, seconds) for request in self.requests]

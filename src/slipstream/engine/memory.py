@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.kv_cache import KVCache
-from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
-from slipstream.engine.session import Session
+from slipstream.engine.engine import Engine
+from slipstream.engine.request import Request
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of the keys and values of one text of so many tokens, the rows of a round included."""
+class TextMemory:
+    """Bytes of the keys and values of one text of so many tokens, the rows of a step included."""
 
     tokens: int
     target: int
@@ -30,24 +30,27 @@ class Memory:
         """Bytes in all."""
         return self.target + self.drafter
 
-    def batch(self, gib: float, beside: float = 0.0) -> int:
-        """The most texts that so much memory holds at once, `beside` other things of so many GiB. Raises
+    def batch(self, gib: float, other: float = 0.0) -> int:
+        """The most texts that so much memory holds at once, beside `other` things of so many GiB. Raises
         ValueError where it holds none."""
-        if not 0 < gib < math.inf or (batch := int((gib - beside) * GIB // self.text)) < 1:
-            least = f"{self.text / GIB + beside:.2g} GiB"
+        if not 0 < gib < math.inf or (batch := int((gib - other) * GIB // self.text)) < 1:
+            least = f"{self.text / GIB + other:.2g} GiB"
             raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {least}")
         return batch
 
 
-def memory(target: Target, drafter: Drafter, tokens: int) -> Memory:
-    """What a text of `tokens` tokens takes, answer included, as the caches of a small session show."""
-    session = Session(target, drafter, specs=drafter.candidate_trees)
-    session.admit([[0]], [Sampling()])
-    session.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
+def memory(target: Target, drafter: Drafter, tokens: int) -> TextMemory:
+    """What a text of `tokens` tokens takes, answer included, as the caches of a small engine show."""
+    engine = Engine(target, drafter, specs=drafter.candidate_trees)
+    engine.admit(Request([0]))
+    engine.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
 
-    def held(caches: Iterable[KVCache], scratch: int) -> int:
+    def size(caches: Iterable[KVCache], scratch: int) -> int:
         stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]
         return sum(x.nbytes // x.shape[3] * (prefix + tokens + scratch + 1) for x, prefix in stored)
 
-    slots = session.scratch_slots
-    return Memory(tokens, held([session.cache], slots.target), held(session.state.caches, slots.drafter))
+    return TextMemory(
+        tokens,
+        size([engine.cache], engine.scratch_slots.target),
+        size(engine.state.caches, engine.scratch_slots.drafter),
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.core.drafter import State
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
+from slipstream.engine.request import Request
 
 SHORT = 64  # tokens that a pass reads in little more time than one
 TOGETHER = 1024  # tokens of a group, padding included, at most
@@ -19,20 +20,10 @@ Chunk = tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]
 
 
 @dataclass
-class Reading:
-    """Texts whose prompts are being read, in rows behind those under way.
+class Prefill:
+    """Requests whose prompts are being read, in rows behind those under way, and the chunks that are left."""
 
-    Attributes:
-        first: the first one's number.
-        taken: tokens of each prompt that were known from another text.
-        salts: texts of one salt may share what is known.
-    """
-
-    first: int
-    prompts: Sequence[Sequence[int]]
-    taken: list[int]
-    plain: list[bool]
-    salts: list[int]
+    requests: Sequence[Request]
     cache: KVCache
     state: State
     sampler: Sampler
@@ -59,8 +50,8 @@ def chunked(prompts: Sequence[Sequence[int]], device: torch.device, width: int) 
     for end in range(longest % width or width, longest + 1, width):
         stops = [max(0, end - longest + len(prompt)) for prompt in prompts]
         rows = [list(prompt[max(0, s - width) : s]) for prompt, s in zip(prompts, stops, strict=True)]
-        filled = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (filled - len(row)) for row in rows], device=device)
+        widest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (widest - len(row)) for row in rows], device=device)
         nexts = [prompt[s] if end < longest else 0 for prompt, s in zip(prompts, stops, strict=True)]
         counts = torch.tensor(list(map(len, rows)), device=device)
         yield tokens, torch.tensor(nexts, device=device), counts, end == longest

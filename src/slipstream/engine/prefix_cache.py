@@ -1,4 +1,4 @@
-"""Prefixes: what was read of ended texts, kept for prompts that begin alike.
+"""Prefix cache: what was read of ended texts, kept for prompts that begin alike.
 
 A prompt that begins as a kept text did takes that text's keys and values, and those of its drafter, and reads
 only what is new. Its text stays the same: a token's keys and values depend on the tokens before it alone.
@@ -20,14 +20,8 @@ LEAST = 8  # tokens that are worth to be copied
 
 @dataclass(frozen=True)
 class Prefix:
-    """What was read of one text.
-
-    Attributes:
-        tokens: those that the target has read.
-        salt: texts of another salt do not share it.
-        parts: of the target's cache and then of what the drafter holds by token: how many tokens it holds
-            more than the target's, and copies of its row.
-    """
+    """What was read of one text. Its `parts` are of the target's cache, then of what the drafter holds by
+    token: how many tokens it holds more than the target's, and copies of its row."""
 
     tokens: list[int]
     salt: int
@@ -40,46 +34,48 @@ class Prefix:
         return sum(1 for _ in pairs) - 1
 
 
-class Prefixes:
-    """The prefixes of a session, those that were used last.
-
-    Args:
-        most: tokens of all of them together, at most.
-    """
+class PrefixCache:
+    """The prefixes that were used last, of `most` tokens together."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: list[Prefix] = []  # the one that was used last stands last
+        self._prefixes: list[Prefix] = []  # the one that was used last stands last
 
     @property
     def tokens(self) -> int:
         """Of all of them together."""
-        return sum(len(each.tokens) for each in self._kept)
+        return sum(len(prefix.tokens) for prefix in self._prefixes)
 
     def put(self, tokens: list[int], salt: int, cache: KVCache, state: State, row: int) -> None:
         """Keep what was read of the text in a row: its `tokens`."""
         if not LEAST <= len(tokens) <= self.most:
             return
         state.before_copies()
-        parts = [(_more(each, tokens, row), _row(each, row)) for _, _, each in _held(cache, state)]
-        self._kept = [
-            each for each in self._kept if each.salt != salt or each.tokens != tokens[: len(each.tokens)]
+        parts = []
+        for _, _, value in _by_token(cache, state):
+            if isinstance(value, KVCache):
+                parts.append((int(value.lengths[row]) - len(tokens), value.row(row)))
+            else:
+                parts.append((0, [value[row].clone()]))
+        self._prefixes = [
+            old for old in self._prefixes if old.salt != salt or old.tokens != tokens[: len(old.tokens)]
         ]
-        self._kept.append(Prefix(tokens, salt, parts))
+        self._prefixes.append(Prefix(tokens, salt, parts))
         while self.tokens > self.most:
-            del self._kept[0]
+            del self._prefixes[0]
 
     def take(self, prompt: Sequence[int], salt: int, cache: KVCache, state: State, row: int) -> int:
         """Fill a row, which has read nothing, with what is known of a prompt's beginning. Returns how many
         tokens need not be read."""
-        own = [each for each in self._kept if each.salt == salt]
-        best = max(own, key=lambda each: each.shared(prompt), default=None)
+        own = [prefix for prefix in self._prefixes if prefix.salt == salt]
+        best = max(own, key=lambda prefix: prefix.shared(prompt), default=None)
         if best is None or (shared := best.shared(prompt)) < LEAST:
             return 0
-        self._kept.remove(best)
-        self._kept.append(best)
-        held = list(_held(cache, state))
-        for (owner, name, value), (more, stored) in zip(held, best.parts, strict=True):
+        self._prefixes.remove(best)
+        self._prefixes.append(best)
+        for (owner, name, value), (more, stored) in zip(
+            list(_by_token(cache, state)), best.parts, strict=True
+        ):
             if isinstance(value, KVCache):
                 value.fill(row, stored, max(0, shared + more))
             else:
@@ -87,23 +83,13 @@ class Prefixes:
         return shared
 
 
-def _more(held: KVCache | Tensor, tokens: Sequence[int], row: int) -> int:
-    """How many tokens a drafter's cache holds more than the target's."""
-    return int(held.lengths[row]) - len(tokens) if isinstance(held, KVCache) else 0
-
-
-def _held(cache: KVCache, state: State) -> Iterator[tuple[Any, str, KVCache | Tensor]]:
+def _by_token(cache: KVCache, state: State) -> Iterator[tuple[Any, str, KVCache | Tensor]]:
     """The target's cache, and of a drafter's state what it holds by token, with owners and names. What else
     it holds may be of tokens that another text does not share: nobody guesses from those."""
     yield None, "", cache
     for owner, name, value in state.fields():
         if isinstance(value, KVCache) or name in owner.by_token:
             yield owner, name, value
-
-
-def _row(held: KVCache | Tensor, row: int) -> list[Tensor]:
-    """A copy of one row."""
-    return held.row(row) if isinstance(held, KVCache) else [held[row].clone()]
 
 
 def _filled(held: Tensor, row: int, stored: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Predicted τ: the ordinary rounds of a session over a recorded target. No pass of the model is made."""
+"""Predicted τ: an engine's ordinary steps over a recorded target. No pass of the model is made."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.core.verify import Law, coupled
+from slipstream.engine.engine import Engine
 from slipstream.engine.generate import generate
 from slipstream.engine.policy import Policy
-from slipstream.engine.session import Committed, Session
+from slipstream.engine.request import Request
 from slipstream.targets.recorded import RecordedTarget
 
 
@@ -31,29 +32,24 @@ def record(
 ) -> RecordedTarget:
     """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
     which nothing is drafted, are left out. Raises ValueError if no other is left."""
-    made = generate(
+    answers = generate(
         target, prompts, "vanilla", max_new_tokens=new, temperature=temperature, batch=batch, seed=seed
     )
-    made = [answer for answer in made if len(answer.tokens) > 1]
-    if not made:
+    answers = [answer for answer in answers if len(answer.tokens) > 1]
+    if not answers:
         raise ValueError(
             "every prompt is answered by the end token at once: give prompts that the target answers"
         )
-    texts = [(answer.prompt, answer.tokens) for answer in made]
-    return RecordedTarget(target, texts, taps, [answer.sampling for answer in made])
+    texts = [(answer.prompt, answer.tokens) for answer in answers]
+    return RecordedTarget(target, texts, taps, [answer.sampling for answer in answers])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Acceptance over all rounds.
+    """Acceptance over all steps."""
 
-    Attributes:
-        committed: tokens of each round, the target's own included; 0 after the text's end.
-        depth: of the tree.
-    """
-
-    committed: Int[Tensor, "rounds B"]
-    depth: int
+    committed: Int[Tensor, "steps B"]  # tokens of each, the target's own included; 0 after the text's end
+    depth: int  # of the tree
 
     @property
     def rounds(self) -> int:
@@ -67,36 +63,37 @@ class Prediction:
 
     @property
     def acceptance(self) -> list[float]:
-        """By depth d: the share of the rounds that accept d drafted tokens or more."""
+        """By depth d: the share of the steps that accept d drafted tokens or more."""
         return [int((self.committed > d).sum()) / self.rounds for d in range(1, self.depth + 1)]
 
 
-def rounds(
+def steps(
     drafter: Drafter,
     recorded: RecordedTarget,
     law: Law | None,
     spec: TreeSpec | None = None,
     policy: Policy | None = None,
-) -> Iterator[tuple[Session, list[Committed]]]:
-    """Rounds of all recorded texts, each up to its last token: (session, what the round brought). Without a
-    law the recorded target decodes them anew."""
-    prompts, ends = _prompts(recorded), recorded.lengths.tolist()
+) -> Iterator[Engine]:
+    """An engine after each step of all recorded texts, which end with their last token. Without a law the
+    recorded target decodes them anew."""
     target, law = (recorded, law) if law else (recorded.target, coupled)
-    room, specs = recorded.tokens.shape[1], (*drafter.candidate_trees, *filter(None, [spec]))
-    session = Session(target, drafter, law, len(prompts), room, specs, policy)
-    session.admit(prompts, recorded.sampling)
+    capacity, specs = recorded.tokens.shape[1], (*drafter.candidate_trees, *filter(None, [spec]))
+    requests, ends = list(map(Request, _prompts(recorded), recorded.sampling)), recorded.lengths.tolist()
+    engine = Engine(target, drafter, law, len(requests), capacity, specs, policy)
+    engine.admit(*requests)
     while True:
-        under_way = zip(session.texts, session.lengths, strict=True)
-        session.retire([text for text, length in under_way if length + 1 >= ends[text]])
-        if not session.texts:
+        engine.cancel(*(each for each in engine.running if len(each.sequence) >= ends[each.number]))
+        engine.free()
+        if not engine.running:
             return
-        yield session, session.step(spec=spec)
+        engine.step(spec=spec)
+        yield engine
 
 
 def one_by_one(
     tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
-    """The recorded text's law, but no guess is accepted, so that the next round begins one token later."""
+    """The recorded text's law, but no guess is accepted, so that the next step begins one token later."""
     child, token = RecordedTarget.law(tree, node, logits, at, sampler)
     return torch.full_like(child, -1), token
 
@@ -115,13 +112,13 @@ def predict(drafter: Drafter, recorded: RecordedTarget, spec: TreeSpec | None = 
             "proposal=sampled accepts Σ min(p, q) of its guesses, and a known text matches Σ p·q of them: "
             "judge it by decoding (bench), or predict proposal=top-k or noise"
         )
-    kept: list[list[int]] = [[] for _ in recorded.tokens]
+    committed: list[list[int]] = [[] for _ in recorded.tokens]
     ends = recorded.lengths.tolist()
-    for session, made in rounds(drafter, recorded, recorded.law, spec):
-        for each, length in zip(made, session.lengths, strict=True):
-            past = length + 1 - ends[each.text]  # the root is chosen, too
-            kept[each.text].append(len(each.tokens) - max(past, 0))
-    return _prediction(kept, drafter.depth if spec is None else spec.depth)
+    for engine in steps(drafter, recorded, recorded.law, spec):
+        for request in engine.running:
+            past = len(request.sequence) - ends[request.number]
+            committed[request.number].append(len(request.committed) - max(past, 0))
+    return _prediction(committed, drafter.depth if spec is None else spec.depth)
 
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
@@ -131,7 +128,7 @@ def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
     answers = generate(
         recorded.target, prompts, drafter, max_new_tokens=new, temperature=first.temperature, seed=first.seed
     )
-    return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
+    return _prediction([[step.kept for step in answer.rounds] for answer in answers], drafter.depth)
 
 
 def _prompts(recorded: RecordedTarget) -> list[list[int]]:
@@ -139,5 +136,5 @@ def _prompts(recorded: RecordedTarget) -> list[list[int]]:
     return [tokens[:length] for tokens, length in lines]
 
 
-def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:
-    return Prediction(pad_sequence([torch.tensor(rounds, dtype=torch.long) for rounds in kept]), depth)
+def _prediction(committed: Sequence[Sequence[int]], depth: int) -> Prediction:
+    return Prediction(pad_sequence([torch.tensor(steps, dtype=torch.long) for steps in committed]), depth)

@@ -22,8 +22,8 @@ from transformers.generation import (
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import lock
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.engine.answer import Answer
 from slipstream.engine.generate import Job, Streamer
+from slipstream.engine.request import Request
 from slipstream.spec import Named
 from slipstream.targets import HFTarget
 from slipstream.targets.shadow_model import shadow_of
@@ -68,27 +68,31 @@ def custom_generate(
     Raises:
         ValueError: an argument cannot be honoured, or it is not Hugging Face's `generate` that calls.
     """
-    asked = _asked()
-    _check(asked, generation_config)
+    arguments = _arguments()
+    _check(arguments, generation_config)
     with lock(model.device):
         target = _target(model, compile)
-        target.model.generation_config = _plain(generation_config)
+        target.model.generation_config = _per_row(generation_config)
         if seed is None:
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
-        guide = drafter or _assistant(asked["assistant_model"], target) or "auto"
-        how = {"drafter": guide, "seed": seed, "processors": list(asked["logits_processor"] or ())}
-        job = _job(target, input_ids, prepared.get("attention_mask"), stopping_criteria, how)
-    made = Rows(job.answers, generation_config._pad_token_tensor, asked["streamer"])
-    for _ in job.rounds():
-        made.tell()
-    ids: Any = torch.cat([input_ids, made.padded().to(input_ids.device)], 1)
-    if asked["streamer"] is not None:
-        asked["streamer"].end()
+        drafter = drafter or _assistant(arguments["assistant_model"], target) or "auto"
+        options = {"drafter": drafter, "seed": seed, "processors": list(arguments["logits_processor"] or ())}
+        job = _job(target, input_ids, prepared.get("attention_mask"), stopping_criteria, options)
+    columns = Columns(job.requests, generation_config._pad_token_tensor, arguments["streamer"])
+    for _ in job.steps():
+        columns.stream()
+    ids: Any = torch.cat([input_ids, columns.padded().to(input_ids.device)], 1)
+    if arguments["streamer"] is not None:
+        arguments["streamer"].end()
     return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
 
 
 def _job(
-    target: HFTarget, ids: Int[Tensor, "B T"], mask: Tensor | None, stopping: StoppingCriteriaList, how: Any
+    target: HFTarget,
+    ids: Int[Tensor, "B T"],
+    mask: Tensor | None,
+    stopping: StoppingCriteriaList,
+    options: dict[str, Any],
 ) -> Job:
     """What `generate` would do. Raises ValueError."""
     prompts, criteria = _unpadded(ids, mask), list[Any](stopping)
@@ -99,36 +103,36 @@ def _job(
             f"of {target.window} for both: give a smaller max_new_tokens"
         )
     ends = {int(i) for each in criteria if isinstance(each, EosTokenCriteria) for i in each.eos_token_id}
-    how |= {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
-    job = Job.of(target, prompts, **how)
+    options |= {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
+    job = Job.of(target, prompts, **options)
     called = [each for each in criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]
-    for answer, row in zip(job.answers, ids.tolist(), strict=True):
-        answer.ended = _criterion(called, row, ids.device) if called else None
+    for request, row in zip(job.requests, ids.tolist(), strict=True):
+        request.ended = _criterion(called, row, ids.device) if called else None
     return job
 
 
 @dataclass
-class Rows:
+class Columns:
     """Answers as Hugging Face gives them: a column for each token, padded where a row has ended."""
 
-    answers: Sequence[Answer]
+    requests: Sequence[Request]
     pad: Tensor | None
     streamer: Streamer | None
-    told: int = 0
+    streamed: int = 0
 
-    def tell(self) -> None:
+    def stream(self) -> None:
         """Give the streamer the columns that no row still lacks, one by one."""
         if self.streamer is None:
             return
-        under_way = [len(each.tokens) for each in self.answers if each.finish is None]
-        end = min(under_way) if under_way else max(len(each.tokens) for each in self.answers)
-        for column in self.padded(end)[:, self.told :].T:
+        under_way = [len(each.tokens) for each in self.requests if each.finish is None]
+        end = min(under_way) if under_way else max(len(each.tokens) for each in self.requests)
+        for column in self.padded(end)[:, self.streamed :].T:
             self.streamer.put(column)
-        self.told = max(self.told, end)
+        self.streamed = max(self.streamed, end)
 
     def padded(self, end: int | None = None) -> Int[Tensor, "B T2"]:
         """The first columns, default all. Raises ValueError where there is no padding token."""
-        rows = [each.tokens[:end] for each in self.answers]
+        rows = [request.tokens[:end] for request in self.requests]
         longest = max(map(len, rows))
         if self.pad is None and any(len(row) < longest for row in rows):
             raise ValueError("answers have different lengths, and there is no pad_token_id: give one")
@@ -150,13 +154,13 @@ def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
     ]
     stamp.append(torch.cat([_some(x) for _, x in weights]).tolist())  # changes by `.data` have no version
     stamp += [_switches(each) for each in model.modules()]
-    known, made = _targets.get(model, (None, {}))
+    known, targets = _targets.get(model, (None, {}))
     if known != stamp:
-        made = {}
-        _targets[model] = stamp, made
-    if compile not in made:
-        made[compile] = HFTarget(shadow_of(model), compile=compile)
-    return made[compile]
+        targets = {}
+        _targets[model] = stamp, targets
+    if compile not in targets:
+        targets[compile] = HFTarget(shadow_of(model), compile=compile)
+    return targets[compile]
 
 
 def _some(x: Tensor) -> Tensor:
@@ -181,7 +185,7 @@ def _plainly(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _asked() -> Mapping[str, Any]:
+def _arguments() -> Mapping[str, Any]:
     """The arguments that Hugging Face's `generate` was called with. Up to 5.23 at least it does not hand a
     callable its streamer, assistant and processors, so they are read where it runs. Raises ValueError."""
     frame = inspect.currentframe()
@@ -192,18 +196,19 @@ def _asked() -> Mapping[str, Any]:
     return frame.f_locals
 
 
-def _check(asked: Mapping[str, Any], config: Any) -> None:
-    """Raises ValueError for what cannot be honoured. `Settings` checks the fields of generation_config."""
+def _check(arguments: Mapping[str, Any], config: Any) -> None:
+    """Raises ValueError for what cannot be honoured. `SamplingParams` checks the fields of
+    generation_config."""
     unknown = [
         name
-        for name, value in asked["kwargs"].items()
+        for name, value in arguments["kwargs"].items()
         if value is not None and not hasattr(config, name) and name not in ("input_ids", "attention_mask")
     ]
-    names = [name for name in REFUSED if asked[name]] + sorted(unknown)
+    names = [name for name in REFUSED if arguments[name]] + sorted(unknown)
     if config.return_dict_in_generate:
         names += [name for name in OUTPUTS if getattr(config, name, False)]
-    if asked["model_input_name"] != "input_ids":
-        names.append(asked["model_input_name"])
+    if arguments["model_input_name"] != "input_ids":
+        names.append(arguments["model_input_name"])
     if names:
         raise ValueError(f"slipstream.custom_generate cannot honour {', '.join(names)}: leave it out")
 
@@ -220,7 +225,7 @@ def _unpadded(ids: Int[Tensor, "B T"], mask: Tensor | None) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
 
 
-def _plain(config: Any) -> Any:
+def _per_row(config: Any) -> Any:
     """generation_config without what is done outside: rows are repeated already, criteria are called."""
     config = copy(config)
     config.num_return_sequences = 1

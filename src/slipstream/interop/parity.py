@@ -22,7 +22,7 @@ from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import attend_cache
 from slipstream.engine.audit import audit
 from slipstream.engine.generate import Generation, generate
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import check_counts, check_given, check_interpreter
 from slipstream.interop.public import export
 from slipstream.provenance import public
@@ -134,7 +134,7 @@ def parity(
     check_given(prompts=prompts)
     check_counts(max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
     for prompt in prompts:
-        Settings.of(target, max_new_tokens).limit(prompt)
+        SamplingParams.of(target, max_new_tokens).limit(prompt)
     ours = _chain(target, drafter, draft_tokens)
     greedy: Any = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "repetition_penalty": 1.0}
     answers = list[Generation]()

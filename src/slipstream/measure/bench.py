@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.core.sampling import Sampling
 from slipstream.drafters.proposer import Proposer
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
 from slipstream.files import check_counts, check_given, note, several
 from slipstream.machine import hardware, versions
 from slipstream.measure.bootstrap import QuestionResult, paired, together

@@ -9,7 +9,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.tree import PAD
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.engine.settings import resolve_sampling
+from slipstream.engine.sampling_params import resolve_sampling
 from slipstream.files import check_counts, check_given, several
 from slipstream.measure.datasets import Question, Questions, load_questions
 from slipstream.measure.distribution_test import BATCH, CLASSES, LENGTH, draw, drawn

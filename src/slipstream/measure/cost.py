@@ -19,8 +19,9 @@ from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.engine.cuda_graphs import recorder
+from slipstream.engine.engine import Engine, Seconds
 from slipstream.engine.generate import LAWS
-from slipstream.engine.session import Seconds, Session
+from slipstream.engine.request import Request
 from slipstream.files import cache_home, update_json
 from slipstream.measure.datasets import load_questions
 from slipstream.measure.results import PARTS, CostReport, PassCost
@@ -83,30 +84,30 @@ class Rounds:
         self._target, self._arms, self._prompts, self._most = target, arms, prompts, most
         self._sampling = rows_of(Sampling(temperature), len(self._prompts))
         self._costs = [list[Seconds]() for _ in arms]
-        self._sessions = [self._session(*arm) for arm in arms]
+        self._engines = [self._engine(*arm) for arm in arms]
 
-    def _session(self, drafter: Drafter, spec: TreeSpec | None) -> Session:
-        """A session under way."""
+    def _engine(self, drafter: Drafter, spec: TreeSpec | None) -> Engine:
+        """An engine under way."""
         depth = drafter.depth if spec is None else spec.depth
         capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
         rows, law = len(self._prompts), LAWS[drafter.law]
-        session = Session(self._target, drafter, law, rows, capacity, [spec] if spec else [])
-        session.admit(self._prompts, self._sampling)
-        session.step(spec=spec)  # it makes buffers, and is not timed
-        return session
+        engine = Engine(self._target, drafter, law, rows, capacity, [spec] if spec else [])
+        engine.admit(*map(Request, map(list, self._prompts), self._sampling))
+        engine.step(spec=spec)  # it makes buffers, and is not timed
+        return engine
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
         """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds over all its
         rounds, part by part."""
         for _ in range(rounds):
-            for i in range(len(self._sessions)) if among is None else among:
-                session, (drafter, spec) = self._sessions[i], self._arms[i]
+            for i in range(len(self._engines)) if among is None else among:
+                engine, (drafter, spec) = self._engines[i], self._arms[i]
                 deepest = drafter.depth + (spec.depth if spec else 0)
-                if max(session.lengths) + deepest + 2 > session.target.window:
-                    session = self._sessions[i] = self._session(drafter, spec)
-                before = replace(session.seconds)
-                session.step(spec=spec)
-                self._costs[i].append(session.seconds - before)
+                if max(engine.lengths) + deepest + 2 > engine.target.window:
+                    engine = self._engines[i] = self._engine(drafter, spec)
+                before = replace(engine.seconds)
+                engine.step(spec=spec)
+                self._costs[i].append(engine.seconds - before)
         return [
             Seconds(**{part: median(getattr(cost, part) for cost in costs) for part in PARTS})
             for costs in self._costs

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from slipstream.core.sampling import Sampling
-from slipstream.engine.answer import Round, mean_accepted_length
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
+from slipstream.engine.request import Step, mean_accepted_length
 from slipstream.measure.cost import promised
 from slipstream.measure.results import Counted, Difference, Expected, Factors
 
@@ -20,7 +20,7 @@ class Answered:
 
     tokens: list[int]
     wall: float  # seconds, the prompt's pass included
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[Step] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
     sampling: Sampling = field(default_factory=Sampling)
     identical: bool = True  # to plain decoding's
@@ -46,7 +46,7 @@ class Tally:
         self.new_tokens = sum(answer.new_tokens for answer in self.answers)
         self.wall = sum(answer.wall for answer in self.answers)
         kinds = [kind for answer in self.answers for kind in answer.rounds]
-        self.rounds = [Round(*kind) for *kind, times in kinds for _ in range(times)]
+        self.rounds = [Step(*kind) for *kind, times in kinds for _ in range(times)]
         self.seconds = sum((answer.seconds for answer in self.answers), Seconds())
         self.differences = [each for answer in self.answers for each in answer.differences]
         self.unexplained = sum(answer.unexplained for answer in self.answers)

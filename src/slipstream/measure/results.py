@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
 from slipstream.measure.bootstrap import Interval, Paired, QuestionResult
 from slipstream.methods import METHODS
 from slipstream.plotting import picture

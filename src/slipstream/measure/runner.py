@@ -19,9 +19,9 @@ from slipstream.core.tree import PAD
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.audit import Divergence, audit
+from slipstream.engine.engine import Seconds
 from slipstream.engine.generate import generate, stream
-from slipstream.engine.session import Seconds
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import check_counts, several
 from slipstream.machine import peak_memory
 from slipstream.measure.datasets import Question
@@ -76,7 +76,7 @@ class Runner:
     def warm_up(self, prompt: list[int]) -> None:
         """Ask each method once, untimed: first calls allocate and choose kernels. Raises ValueError for
         settings out of range."""
-        Settings.of(self.target, self.max_new_tokens).limit(prompt)
+        SamplingParams.of(self.target, self.max_new_tokens).limit(prompt)
         for method in self.methods:
             replace(self, max_new_tokens=4).ask_all(method, [prompt] * self.batch)
 
@@ -184,7 +184,7 @@ def prompt_of(target: Target, question: Question, turn: int, text: Any, max_new_
     room is left for an answer."""
     try:
         prompt = encode(target, text)
-        Settings.of(target, max_new_tokens).limit(prompt)
+        SamplingParams.of(target, max_new_tokens).limit(prompt)
     except ValueError as error:
         raise ValueError(f"question {question.name}{f', turn {1 + turn}' * bool(turn)}: {error}") from error
     return prompt
@@ -202,7 +202,7 @@ def hf_answers(
 ) -> list[list[int]]:
     """Its tokens for prompts that are given at once, padded on the left, with the same settings, end tokens
     and stop strings. It reads the rest of generation_config itself. Raises ValueError as `generate` does."""
-    settings = Settings.of(target, max_new_tokens, temperature=temperature, seed=seed)
+    settings = SamplingParams.of(target, max_new_tokens, temperature=temperature, seed=seed)
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature:
         torch.manual_seed(seed)

@@ -32,8 +32,8 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.costs import learn
-from slipstream.engine.replay import decoded, one_by_one, predict, record, rounds
-from slipstream.engine.session import Seconds
+from slipstream.engine.engine import Seconds
+from slipstream.engine.replay import decoded, one_by_one, predict, record, steps
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
 from slipstream.measure.cost import ROWS, Rounds, pass_seconds, promised
 from slipstream.measure.datasets import Questions, load_questions
@@ -174,18 +174,18 @@ def ranks(
     depth, width = shape.depth, shape.children
     last = recorded.tokens.shape[1] - 1
     drafts = []
-    for session, _ in rounds(drafter, recorded, one_by_one, shape):
-        span = session.span
+    for engine in steps(drafter, recorded, one_by_one, shape):
+        span = engine.span
         assert span is not None and span.tree is not None and span.tree.scores is not None
         at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
-        right = recorded.tokens[session.cache.texts[:, None], at.clamp(max=last)]
+        right = recorded.tokens[engine.cache.texts[:, None], at.clamp(max=last)]
         hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
         rank = torch.where(hits.any(2), hits.int().argmax(2), width)
         behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
         paths = span.tree.scores[:, 1::width]  # log probabilities of the first candidates' paths
         confidence = (paths - F.pad(paths, (1, -1))).exp()
         rank = torch.where(behind & (right >= 0), rank, -1)
-        drafts.append((session.cache.texts.clone(), rank, confidence))
+        drafts.append((engine.cache.texts.clone(), rank, confidence))
     text, rank, confidence = (torch.cat(parts) for parts in zip(*drafts, strict=True))
     return text, rank, confidence
 
@@ -288,7 +288,7 @@ def _store(target: Target, spec: Spec, recorded: RecordedTarget, tuned: Tuned, c
     head = Spec("auto", {"head": str(spec.replace(tree=None, proposal=None))})
     auto = load_drafter(head, target, tuned.temperature, costs.batch)
     law = recorded.law if auto.probes is None else None
-    learn(target, auto, costs.batch, costs.context, lambda policy: rounds(auto, recorded, law, policy=policy))
+    learn(target, auto, costs.batch, costs.context, lambda policy: steps(auto, recorded, law, policy=policy))
 
 
 @dataclass

@@ -23,16 +23,16 @@ from starlette.requests import Request
 from slipstream.core.drafter import Drafter
 from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.target import Target
-from slipstream.engine.answer import Answer
-from slipstream.engine.settings import Settings
+from slipstream.engine.request import Request as TextRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.serve.bias import Bias
-from slipstream.serve.engine import Busy, Ended, Engine, News, Task
 from slipstream.serve.guard import API_KEY, Guard
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole, until_gone
 from slipstream.serve.schema import Asked, ChatCompletion, Completion
 from slipstream.serve.tools import Calls
+from slipstream.serve.worker import Busy, Ended, Update, Worker
 from slipstream.targets.grammar import Beyond, read_grammar
 from slipstream.targets.prompts import check_readable, checked_ids, encode
 
@@ -98,13 +98,13 @@ class Server:
         if target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
-        Settings.of(target)  # what its generation_config asks for can be honoured
+        SamplingParams.of(target)  # what its generation_config asks for can be honoured
         self.name = name or target.name
         self.context = limits.tokens(target)
-        self.engine = Engine(
+        self.worker = Worker(
             target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
         )
-        self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
+        self.metrics = Metrics(lambda: self.worker.running, lambda: self.worker.waiting)
         self._longest = max(map(len, self.text.vocabulary))  # characters of a token
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
@@ -132,25 +132,27 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        self.engine.start()
+        self.worker.start()
         yield
-        await asyncio.to_thread(self.engine.close)
+        await asyncio.to_thread(self.worker.close)
         self._reader.shutdown()
         self._grammars.shutdown()
 
-    def _post(self, news: list[News]) -> None:
-        """Pass news from the engine's thread to the server's."""
+    def _post(self, updates: list[Update]) -> None:
+        """Pass updates from the worker's thread to the server's."""
         assert self._loop is not None
         with suppress(RuntimeError):  # a second Ctrl-C has closed the loop
-            self._loop.call_soon_threadsafe(_tell, news)
+            self._loop.call_soon_threadsafe(_tell, updates)
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""
-        return HTMLResponse(page(self.name, self.spec, not self.engine.drafter.remembers, self.text.has_chat))
+        return HTMLResponse(
+            page(self.name, self.spec, not self.worker.engine.drafter.remembers, self.text.has_chat)
+        )
 
     async def health(self) -> Response:
         """200 while texts are made."""
-        return Response(status_code=200 if self.engine.alive else 503)
+        return Response(status_code=200 if self.worker.alive else 503)
 
     async def ready(self) -> Response:
         """200 once requests are answered. While the model loads `Loading` answers, with 503."""
@@ -210,19 +212,19 @@ class Server:
         if asked.drafter not in (None, PLAIN, self.spec):
             fault = f"drafter is {asked.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
             raise Refused(fault, param="drafter")
-        if asked.trace and self.engine.drafter.remembers:
+        if asked.trace and self.worker.engine.drafter.remembers:
             fault = f"the guesses of {self.spec!r} are of other requests' answers, which a trace would show"
             raise Refused(fault, param="trace")
         seed = secrets.randbits(53) if asked.seed is None else asked.seed
-        ticket = Ticket(self.engine, self.metrics)
+        ticket = Ticket(self.worker, self.metrics)
         loop = asyncio.get_running_loop()
         try:
             grammar = await self._grammar(asked, request)
             what = asked, chat, seed, prompts, ticket, grammar
-            tasks = await loop.run_in_executor(self._reader, self._tasks, *what)
-            for task in tasks:  # Python's hash of texts is keyed by a secret of the process
-                task.salt = hash((request.scope.get(API_KEY), asked.prompt_cache_key))
-            ticket.submit(tasks)
+            requests = await loop.run_in_executor(self._reader, self._requests, *what)
+            for each in requests:  # Python's hash of texts is keyed by a secret of the process
+                each.salt = hash((request.scope.get(API_KEY), asked.prompt_cache_key))
+            ticket.submit(requests)
         except ValueError as error:
             raise Refused(str(error)) from error
         except Ended as error:
@@ -249,7 +251,7 @@ class Server:
         if not asked.bounds:
             return None
         ((kind, source),) = asked.bounds.items()
-        gone, eos = threading.Event(), Settings.of(self.target).eos
+        gone, eos = threading.Event(), SamplingParams.of(self.target).eos
         what = kind, source, eos, gone
         loop = asyncio.get_running_loop()
         reading: asyncio.Future[Any] = loop.run_in_executor(self._grammars, self._read_grammar, *what)
@@ -279,7 +281,7 @@ class Server:
         with self._large:
             return read_grammar(self.target, kind, source, eos, most, gone)
 
-    def _tasks(
+    def _requests(
         self,
         asked: Asked,
         chat: bool,
@@ -287,22 +289,20 @@ class Server:
         prompts: Callable[[], list[list[int]]],
         ticket: Ticket,
         grammar: Grammar | None,
-    ) -> list[Task]:
+    ) -> list[TextRequest]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
         rows = [prompt for prompt in prompts() for _ in range(asked.n or 1)]
         new = asked.tokens or (self._unasked if chat else COMPLETION_TOKENS)
         bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
-        settings = Settings.of(
+        params = SamplingParams.of(
             self.target, new, seed=seed, processors=bias, grammar=grammar, **asked.sampling()
         )
-        plain = asked.drafter == PLAIN
-        made = []
-        for i, prompt in enumerate(rows):
-            limit = self._limit(settings, prompt, asked.tokens)
-            answer = Answer(self.target, limit, settings.eos, settings.stop, read=True)
-            row = settings.row(i, prompt)
-            made.append(Task(prompt, row, answer, ticket.hear, plain, asked.most_likely, bool(asked.trace)))
-        return made
+        fields: Any = {"streams": True, "plain": asked.drafter == PLAIN, "tell": ticket.hear}
+        fields |= {"most_likely": asked.most_likely, "traced": bool(asked.trace)}
+        return [
+            params.request(i, prompt, self._limit(params, prompt, asked.tokens), **fields)
+            for i, prompt in enumerate(rows)
+        ]
 
     @property
     def _unasked(self) -> int | None:
@@ -311,7 +311,7 @@ class Server:
         config = self.target.generation_config
         return self.context if config.max_new_tokens is None and config.max_length is None else None
 
-    def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:
+    def _limit(self, params: SamplingParams, prompt: list[int], wanted: int | None) -> int:
         """The most tokens that an answer may have. Raises Refused if the context is too short."""
         room = self.context - len(prompt)
         if room < 1 or (wanted is not None and wanted > room):
@@ -321,7 +321,7 @@ class Server:
                 "tokens of prompt and answer together: shorten one of them"
             )
             raise Refused(fault, code="context_length_exceeded")
-        return min(settings.limit(prompt), room)
+        return min(params.limit(prompt), room)
 
     def _check_size(self, asked: Asked) -> None:
         """Raises Refused for what is too much, before anything is tokenised: all others wait for that."""
@@ -339,9 +339,10 @@ class Server:
             raise Refused(fault, 404, param="model", code="model_not_found")
 
 
-def _tell(news: list[News]) -> None:
-    for each in news:
-        each.task.tell(each)
+def _tell(updates: list[Update]) -> None:
+    for update in updates:
+        if update.request.tell is not None:
+            update.request.tell(update)
 
 
 async def _refused(request: Request, error: Any) -> Response:

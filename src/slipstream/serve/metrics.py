@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from slipstream.serve.engine import News
+from slipstream.serve.worker import Update, cached_tokens
 
 SHORT = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)  # seconds
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -37,27 +37,27 @@ class Metrics:
         self._passes = self._kept = 0
         self.typical_seconds = 1.0  # of an answer, lately
 
-    def hear(self, news: News, since: float) -> None:
-        """Count what a round brought a text; `since`: when it had news before."""
-        task = news.task
-        self.tokens.inc(news.tokens)
-        if news.round is None and news.tokens:  # the prompt's pass
-            self.prompt_tokens.inc(len(task.prompt))
-            self.shared.inc(task.cached)
-            self.queued.observe(task.began - task.arrived)
-            self.first.observe(news.at - task.arrived)
-        if news.round is not None:
+    def hear(self, update: Update, since: float) -> None:
+        """Count what a pass brought a request; `since`: when it had an update before."""
+        request = update.request
+        self.tokens.inc(update.tokens)
+        if update.step is None and update.tokens:  # the prompt's pass
+            self.prompt_tokens.inc(len(request.prompt))
+            self.shared.inc(cached_tokens(request))
+            self.queued.observe(request.began - request.arrived)
+            self.first.observe(update.at - request.arrived)
+        if update.step is not None:
             self.passes.inc()
-            self.drafted.inc(news.round.drafted)
-            self.accepted.inc(news.round.accepted)
+            self.drafted.inc(update.step.drafted)
+            self.accepted.inc(update.step.accepted)
             self._passes += 1
-            self._kept += news.round.kept
-            for _ in range(news.tokens):
-                self.each.observe((news.at - since) / news.tokens)
-        if news.finish is not None:
-            self.finished.labels(news.finish).inc()
-            self.whole.observe(news.at - task.arrived)
-            self.typical_seconds += 0.1 * (news.at - task.arrived - self.typical_seconds)
+            self._kept += update.step.kept
+            for _ in range(update.tokens):
+                self.each.observe((update.at - since) / update.tokens)
+        if update.finish is not None:
+            self.finished.labels(update.finish).inc()
+            self.whole.observe(update.at - request.arrived)
+            self.typical_seconds += 0.1 * (update.at - request.arrived - self.typical_seconds)
 
     def text(self) -> bytes:
         """All figures, as Prometheus reads them."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 from abc import abstractmethod
 from codecs import getincrementaldecoder
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.core.target import Text
-from slipstream.engine.answer import mean_accepted_length
-from slipstream.serve.engine import Engine, Likely, News, Task
+from slipstream.engine.request import Request, mean_accepted_length
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.tools import Calls
+from slipstream.serve.worker import Likely, Update, Worker, cached_tokens
 
 JSON = (b"content-type", b"application/json")
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -48,91 +49,90 @@ class Refused(Exception):
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
+@dataclass(eq=False)
 class Ticket:
-    """The texts of one request, and the news of them that nobody has read yet. However slowly they are read,
-    they hold no more than the answers' text, and nothing waits for the reader."""
+    """The requests of one HTTP request, and their updates that nobody has read yet. However slowly these are
+    read, they hold no more than the answers' text, and nothing waits for the reader."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
-        self.engine, self.metrics = engine, metrics
-        self.tasks: list[Task] = []
-        self._index: dict[int, int] = {}
-        self._since: dict[int, float] = {}
-        self._unread: list[News] = []
-        self._fresh = asyncio.Event()
+    worker: Worker
+    metrics: Metrics
+    requests: list[Request] = field(default_factory=list)
+    _heard: dict[int, float] = field(default_factory=dict)  # when each request had its last update
+    _unread: list[Update] = field(default_factory=list)
+    _fresh: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def submit(self, tasks: list[Task]) -> None:
-        """Queue the texts. Raises Busy."""
-        self.engine.submit(tasks)
-        self.tasks = tasks
-        self._index = {id(task): i for i, task in enumerate(tasks)}
+    def submit(self, requests: list[Request]) -> None:
+        """Queue the requests. Raises Busy."""
+        self.worker.submit(requests)
+        self.requests = requests
 
-    def hear(self, news: News) -> None:
-        """Take news, in the server's own thread."""
-        self.metrics.hear(news, self._since.get(id(news.task), news.at))
-        self._since[id(news.task)] = news.at
-        self._unread.append(news)
+    def hear(self, update: Update) -> None:
+        """Take an update, in the server's own thread."""
+        self.metrics.hear(update, self._heard.get(id(update.request), update.at))
+        self._heard[id(update.request)] = update.at
+        self._unread.append(update)
         self._fresh.set()
 
-    async def news(self) -> AsyncIterator[list[tuple[int, News]]]:
-        """What has come since the last time, with the numbers of the texts, until all have ended. Raises
+    async def updates(self) -> AsyncIterator[list[tuple[int, Update]]]:
+        """What has come since the last time, with the numbers of the requests, until all have ended. Raises
         Refused if one has failed."""
-        left = len(self.tasks)
+        left, numbers = len(self.requests), {id(request): i for i, request in enumerate(self.requests)}
         while left:
             await self._fresh.wait()
             self._fresh.clear()
             unread, self._unread = self._unread, []
-            for each in unread:
-                if each.error is not None:
-                    raise Refused(each.error) if each.asked else Refused(each.error, 500, "server_error")
-                left -= each.last
-            yield [(self._index[id(each.task)], each) for each in unread]
+            for update in unread:
+                if update.error is not None:
+                    raise (
+                        Refused(update.error)
+                        if update.is_users
+                        else Refused(update.error, 500, "server_error")
+                    )
+                left -= update.last
+            yield [(numbers[id(update.request)], update) for update in unread]
 
     def close(self) -> None:
-        """Let go of texts that are not finished."""
-        self.engine.cancel(self.tasks)
+        """Let go of requests that are not finished."""
+        self.worker.cancel(self.requests)
 
     def forget(self) -> None:
-        """Hold the texts no more, which hold this: their grammars' processes would wait for the collector."""
-        self.tasks, self._unread = [], []
+        """Hold the requests no more, which hold this: their grammars' processes would wait to be
+        collected."""
+        self.requests, self._unread = [], []
 
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens, and what guessing brought."""
-        prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # choices share their prompt
-        shared = {id(task.prompt): task.cached for task in reversed(self.tasks)}  # of their first
-        prompt, answers = sum(prompts.values()), sum(len(task.answer.tokens) for task in self.tasks)
-        rounds = [each for task in self.tasks for each in task.answer.rounds]
+        prompts = {
+            id(request.prompt): len(request.prompt) for request in self.requests
+        }  # choices share theirs
+        cached = {
+            id(request.prompt): cached_tokens(request) for request in reversed(self.requests)
+        }  # the first's
+        prompt, answers = sum(prompts.values()), sum(len(request.tokens) for request in self.requests)
+        steps = [step for request in self.requests for step in request.steps]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answers,
             "total_tokens": prompt + answers,
-            "prompt_tokens_details": {"cached_tokens": sum(shared.values())},
-            "tau": round(mean_accepted_length(rounds), 4),
-            "drafted_tokens": sum(each.drafted for each in rounds),
-            "accepted_tokens": sum(each.accepted for each in rounds),
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "tau": round(mean_accepted_length(steps), 4),
+            "drafted_tokens": sum(step.drafted for step in steps),
+            "accepted_tokens": sum(step.accepted for step in steps),
         }
 
 
 @dataclass
 class Form:
-    """How a response is written: a chat's, or a completion's.
-
-    Args:
-        seed: of the answers, so that a text can be made again.
-        fingerprint: of the weights and their precision, on which texts depend as well.
-
-    Attributes:
-        calls: parts an answer's text, where it may call tools.
-        echoes: the prompts that stand before the texts, if they are wanted.
-    """
+    """How a response is written: a chat's, or a completion's."""
 
     chat: bool
     model: str
-    seed: int
-    fingerprint: str
+    seed: int  # of the answers, so that a text can be made again
+    fingerprint: str  # of the weights and their precision, on which texts depend as well
     text: Text
-    calls: Callable[[], Calls] | None = None
-    echoes: list[str] = field(default_factory=list)
+    calls: Callable[[], Calls] | None = None  # parts an answer's text, where it may call tools
+    echoes: list[str] = field(default_factory=list)  # the prompts that stand before the texts, if wanted
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time()))
 
@@ -148,9 +148,15 @@ class Form:
         return self._object("chat.completion.chunk", choices) | more
 
     def _object(self, chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        made = {"id": self.id, "object": chat if self.chat else "text_completion", "created": self.created}
-        rest = {"model": self.model, "choices": choices, "seed": self.seed}
-        return made | rest | {"system_fingerprint": self.fingerprint}
+        return {
+            "id": self.id,
+            "object": chat if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "seed": self.seed,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def choice(
         self,
@@ -162,38 +168,48 @@ class Form:
         calls: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
         """A text, or a piece of it, and the tools that it calls."""
-        made: dict[str, Any] = {"index": index}
-        called: dict[str, Any] = {}
-        if calls:
-            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
-            called = {"tool_calls": [*calls] if whole else numbered}
-        if not self.chat:
-            made["text"] = text
-        elif whole:
-            made["message"] = {"role": "assistant", "content": text or None if calls else text} | called
-        else:
-            made["delta"] = {"content": text} | called
+        numbered = [*calls] if whole else [{"index": i, **call} for i, call in enumerate(calls)]
+        called = {"tool_calls": numbered} if calls else {}
+        content: dict[str, Any] = {"text": text}
+        if self.chat and whole:
+            content = {"message": {"role": "assistant", "content": text or None if calls else text} | called}
+        elif self.chat:
+            content = {"delta": {"content": text} | called}
         reason = FINISH.get(finish or "")
-        return made | {"logprobs": likely, "finish_reason": "tool_calls" if calls and reason else reason}
+        reason = "tool_calls" if calls and reason else reason
+        return {"index": index} | content | {"logprobs": likely, "finish_reason": reason}
 
     def likely(self, tokens: Sequence[Likely], place: "Place") -> dict[str, Any]:
         """Log-probabilities of tokens; `place`: where they begin in the answer, which moves behind them."""
         if self.chat:
-            content = []
-            for each in tokens:
-                beside = [self._entry(token, logprob) for token, logprob in each.top]
-                content.append(self._entry(each.token, each.logprob) | {"top_logprobs": beside})
+            content = [
+                self._entry(each.token, each.logprob)
+                | {"top_logprobs": [self._entry(*other) for other in each.top]}
+                for each in tokens
+            ]
             return {"content": content, "refusal": None}
-        tops = []
-        for each in tokens:
-            top = [*each.top, (each.token, each.logprob)]
-            tops.append({self._name(token): logprob for token, logprob in top})
+        tops = [[*each.top, (each.token, each.logprob)] for each in tokens]
         return {
             "tokens": [self._name(each.token) for each in tokens],
             "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": tops,
+            "top_logprobs": [{self._name(token): logprob for token, logprob in top} for top in tops],
             "text_offset": [place.behind(self._bytes(each.token)) for each in tokens],
         }
+
+    def begin_calls(self) -> Calls | None:
+        """A reader of what a text calls."""
+        return None if self.calls is None else self.calls()
+
+    @staticmethod
+    def parted(reader: Calls | None, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """What a text says for certain with this piece, and at its end what it calls."""
+        if reader is None:
+            return text, []
+        text = reader.push(text)
+        if not finish:
+            return text, []
+        rest, calls = reader.end()
+        return text + rest, calls
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """A token alone. One that is a part of a character has bytes and no text of its own."""
@@ -234,7 +250,7 @@ class Reply(Response):
 
     def __init__(self, ticket: Ticket, form: Form, seconds: float) -> None:
         super().__init__()
-        self.ticket, self.form, self.seconds = ticket, form, seconds
+        self.ticket, self.form, self.seconds, self._started = ticket, form, seconds, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as ASGI wants it."""
@@ -268,40 +284,35 @@ class Reply(Response):
             await self._fail(send, refused)
 
     @abstractmethod
-    async def _answer(self, send: Send) -> None:
-        """Send the response."""
+    async def _answer(self, send: Send) -> None: ...
 
-    @abstractmethod
     async def _fail(self, send: Send, refused: Refused) -> None:
-        """Send an error, also behind what was sent already."""
+        """Send an error, also behind events that were sent already."""
+        if not self._started:
+            await _send(send, refused.status, refused.body, refused.headers)
+            return
+        body = f"data: {json.dumps(refused.body)}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class Whole(Reply):
     """One JSON object, once all texts have ended."""
 
     async def _answer(self, send: Send) -> None:
-        made: dict[int, list[News]] = {}
-        async for batch in self.ticket.news():
-            for i, news in batch:
-                made.setdefault(i, []).append(news)
+        form, updates = self.form, defaultdict[int, list[Update]](list)
+        async for batch in self.ticket.updates():
+            for i, update in batch:
+                updates[i].append(update)
         choices = []
-        for i, all_news in sorted(made.items()):
-            text = "".join(news.text for news in all_news)
-            asked = all_news[-1].task.most_likely is not None
-            likely = [each for news in all_news for each in news.likely]
-            shown = self.form.likely(likely, Place()) if asked else None
-            calls = list[dict[str, Any]]()
-            if self.form.calls is not None:
-                parts = self.form.calls()
-                text, (rest, calls) = parts.push(text), parts.end()
-                text += rest
-            elif self.form.echoes:
-                text = self.form.echoes[i] + text
-            choices.append(self.form.choice(i, text, shown, all_news[-1].finish, True, calls))
-        await _send(send, 200, self.form.whole(choices, self.ticket.usage))
-
-    async def _fail(self, send: Send, refused: Refused) -> None:
-        await _send(send, refused.status, refused.body, refused.headers)
+        for i, (*_, last) in sorted(updates.items()):
+            text, calls = form.parted(
+                form.begin_calls(), "".join(each.text for each in updates[i]), last.finish
+            )
+            text = form.echoes[i] + text if form.echoes else text
+            tokens = [token for each in updates[i] for token in each.likely]
+            likely = None if last.request.most_likely is None else form.likely(tokens, Place())
+            choices.append(form.choice(i, text, likely, last.finish, True, calls))
+        await _send(send, 200, form.whole(choices, self.ticket.usage))
 
 
 class Events(Reply):
@@ -313,46 +324,37 @@ class Events(Reply):
 
     def __init__(self, ticket: Ticket, form: Form, seconds: float, usage: bool) -> None:
         super().__init__(ticket, form, seconds)
-        self.usage, self._places, self._started = usage, dict[int, Place](), False
-        self._calls: dict[int, Calls] = {}
+        self.usage = usage
+        self._begun: dict[int, tuple[Place, Calls | None]] = {}
 
     async def _answer(self, send: Send) -> None:
-        async for batch in self.ticket.news():
-            events = [event for i, news in batch for event in self._events(i, news)]
+        async for batch in self.ticket.updates():
+            events = [event for i, update in batch for event in self._events(i, update)]
             if events or not self._started:
                 await self._write(send, events)
         if self.usage:
             await self._write(send, [self.form.event([], usage=self.ticket.usage)])
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    def _events(self, i: int, news: News) -> list[dict[str, Any]]:
+    def _events(self, i: int, update: Update) -> list[dict[str, Any]]:
         """Of the i-th text: its role first, and then what it says."""
-        made, form = [], self.form
+        events, form = [], self.form
         more: dict[str, Any] = {"usage": None} if self.usage else {}
-        if i not in self._places:
-            self._places[i] = Place()
+        if i not in self._begun:
+            self._begun[i] = Place(), form.begin_calls()
             if form.chat:
                 opening = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                made.append(form.event([opening], **more))
+                events.append(form.event([opening], **more))
             elif form.echoes:
-                made.append(form.event([form.choice(i, form.echoes[i], None, None, False)], **more))
-        text, calls = (news.text, []) if form.calls is None else self._parted(i, news, form.calls)
-        if news.tree is not None:
-            more = more | {"trace": news.tree}
-        if text or news.likely or news.finish or news.tree:
-            asked = news.task.most_likely is not None
-            likely = form.likely(news.likely, self._places[i]) if asked else None
-            made.append(form.event([form.choice(i, text, likely, news.finish, False, calls)], **more))
-        return made
-
-    def _parted(self, i: int, news: News, begin: Callable[[], Calls]) -> tuple[str, list[dict[str, Any]]]:
-        """What a text has said for certain, and at its end what it calls."""
-        parts = self._calls.setdefault(i, begin())
-        text = parts.push(news.text)
-        if not news.finish:
-            return text, []
-        rest, calls = parts.end()
-        return text + rest, calls
+                events.append(form.event([form.choice(i, form.echoes[i], None, None, False)], **more))
+        place, reader = self._begun[i]
+        text, calls = form.parted(reader, update.text, update.finish)
+        if update.tree is not None:
+            more = more | {"trace": update.tree}
+        if text or update.likely or update.finish or update.tree:
+            likely = None if update.request.most_likely is None else form.likely(update.likely, place)
+            events.append(form.event([form.choice(i, text, likely, update.finish, False, calls)], **more))
+        return events
 
     async def _write(self, send: Send, events: list[dict[str, Any]]) -> None:
         if not self._started:
@@ -360,13 +362,6 @@ class Events(Reply):
             await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         body = "".join(f"data: {json.dumps(event, separators=(',', ':'))}\n\n" for event in events)
         await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
-
-    async def _fail(self, send: Send, refused: Refused) -> None:
-        if not self._started:
-            await _send(send, refused.status, refused.body, refused.headers)
-            return
-        body = f"data: {json.dumps(refused.body)}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def _send(
@@ -387,8 +382,8 @@ async def until_gone(receive: Receive) -> None:
 
 def _figures(ticket: Ticket) -> dict[str, Any]:
     """What a log says of a request."""
-    made, now = ticket.usage, perf_counter()
-    began = [task.began - task.arrived for task in ticket.tasks if task.began]
-    finish = sorted({task.answer.finish for task in ticket.tasks if task.answer.finish})
-    waited = round(max(began), 4) if began else round(now - ticket.tasks[0].arrived, 4)
-    return made | {"choices": len(ticket.tasks), "queued": waited, "finish": ",".join(finish)}
+    requests = ticket.requests
+    began = [request.began - request.arrived for request in requests if request.began]
+    queued = max(began) if began else perf_counter() - requests[0].arrived
+    finish = ",".join(sorted({request.finish for request in requests if request.finish}))
+    return ticket.usage | {"choices": len(requests), "queued": round(queued, 4), "finish": finish}

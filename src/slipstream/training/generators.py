@@ -21,7 +21,7 @@ from slipstream.core.drafter import FINAL
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.engine.generate import generate
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.files import evenly, note
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
@@ -119,7 +119,7 @@ class TargetWriter(TextWriter):
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
     ) -> list[Written]:
         sampling: Any = {"temperature": temperature, "seed": seed or 0}
-        settings = Settings.of(self.target, limit, **sampling)
+        settings = SamplingParams.of(self.target, limit, **sampling)
         plain = settings.sampling == Sampling(**sampling) and not settings.stop
         if not (plain and BatchGenerator.serves(self.target)):
             answers = generate(self.target, prompts, "vanilla", max_new_tokens=limit, **sampling)

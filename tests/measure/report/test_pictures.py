@@ -4,11 +4,10 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from slipstream.measure.sweep import sweep
 
 import tiny
 from slipstream.cli import main
-from slipstream.measure.bench import bench
+from slipstream.measure.bench import bench, sweep
 from slipstream.measure.datasets import Question
 from slipstream.measure.report.pictures import draw_run, draw_sweep
 from slipstream.measure.results import BenchReport

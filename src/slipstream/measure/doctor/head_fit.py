@@ -22,7 +22,7 @@ from slipstream.core.target import Target
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import Attention, Rope
-from slipstream.engine.replay import one_by_one, rounds
+from slipstream.engine.replay import one_by_one, steps
 from slipstream.provenance import suggested
 from slipstream.targets.recorded import RecordedTarget
 
@@ -90,12 +90,12 @@ def fit(head: HeadDrafter, recorded: RecordedTarget) -> Fit:
     index_of = torch.full((probe.width + 1,), -1, device=recorded.device)  # the last: of −1, past the end
     index_of[probe.vocab] = torch.arange(len(probe.vocab), device=recorded.device)
     ahead, parts = torch.arange(3, device=recorded.device), list[Tensor]()
-    for session, _ in rounds(probe, recorded, one_by_one, ONE):
-        assert session.span is not None
+    for engine in steps(probe, recorded, one_by_one, ONE):
+        assert engine.span is not None
         log_q = logits.pop()[:, 0].log_softmax(-1)
         logits.clear()
-        places = (session.span.start[:, None] + ahead).clamp(max=recorded.tokens.shape[1] - 1)
-        index = index_of[recorded.tokens[session.cache.texts[:, None], places]]
+        places = (engine.span.start[:, None] + ahead).clamp(max=recorded.tokens.shape[1] - 1)
+        index = index_of[recorded.tokens[engine.cache.texts[:, None], places]]
         known = log_q.gather(1, index.clamp(min=0)).clamp(min=LEAST).masked_fill(index < 0, torch.nan)
         likeliest = (log_q.argmax(1) == index[:, 1]).to(log_q)
         parts.append(torch.cat([known, likeliest[:, None]], 1).double())

@@ -9,7 +9,7 @@ from importlib.resources import files
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from slipstream.engine.trace import Round, drawn, read_trace
+from slipstream.engine.trace import TracedStep, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.html import assembled
 from slipstream.measure.bootstrap import Paired
@@ -81,7 +81,7 @@ def _run(report: BenchReport) -> dict[str, Any]:
     return stored
 
 
-def _trace(answers: list[list[Round]]) -> dict[str, Any]:
+def _trace(answers: list[list[TracedStep]]) -> dict[str, Any]:
     """Answers round by round. Texts of tokens stand in one list, where rounds name their places."""
     places: dict[str, int] = {}
     drawings = [

@@ -1,11 +1,12 @@
-"""Settings: all that an answer depends on beside its prompt, from the caller and generation_config. Fields of
-the latter that change the text are honoured by Hugging Face's own processors, in their order, or refused."""
+"""Sampling parameters: all that an answer depends on beside its prompt, from the caller and
+generation_config. Fields of the latter that change the text are honoured by Hugging Face's own processors, in
+their order, or refused."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import transformers as hf
@@ -16,6 +17,7 @@ from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
 from slipstream.engine.detokenizer import silent_stops
+from slipstream.engine.request import Request
 from slipstream.files import is_whole, several
 from slipstream.targets.prompts import check_readable, checked_ids
 
@@ -23,25 +25,41 @@ GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `genera
 NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit
 
 
+class SamplingOptions(TypedDict, total=False):
+    """Arguments of `SamplingParams.of`, which `generate` explains; None is not given."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    processors: Sequence[Any] | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+    grammar_limits: GrammarLimits | None
+    eos_token_ids: int | Iterable[int] | None
+    stop: str | Sequence[str] | None
+
+
 @dataclass(frozen=True)
 class Row:
-    """What a processor is made from: a prompt and the settings of its answer."""
+    """What a processor is made from: a prompt, as ids [1, start], and the parameters of its answer."""
 
-    prompt: Any  # ids [1, T], which Hugging Face calls a LongTensor
+    prompt: Any  # Hugging Face calls it a LongTensor
+    start: int
+    device: Any
     limit: int  # the most tokens that the answer may have
     eos: list[int]
     temperature: float
     forces_bos: bool
     vocab: int
     stopped: Callable[[list[int]], bool]  # whether an answer so far holds a stop string
-
-    @property
-    def start(self) -> int:
-        return int(self.prompt.shape[1])
-
-    @property
-    def device(self) -> Any:
-        return self.prompt.device
 
 
 @dataclass(frozen=True)
@@ -63,9 +81,9 @@ class BeforeEnd:
     row: Row
 
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        said = ids[0, self.row.start :].tolist()
-        ended = len(said) >= self.row.limit or any(end in said for end in self.row.eos)
-        return x if ended or self.row.stopped(said) else self.processor(ids, x)
+        answer = ids[0, self.row.start :].tolist()
+        ended = len(answer) >= self.row.limit or any(end in answer for end in self.row.eos)
+        return x if ended or self.row.stopped(answer) else self.processor(ids, x)
 
     @property
     def __name__(self) -> str:
@@ -145,8 +163,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a call of `generate`.
+class SamplingParams:
+    """The parameters of a call of `generate`.
 
     Attributes:
         sampling: the first row's, without what depends on its prompt.
@@ -168,7 +186,7 @@ class Settings:
         stop: str | Sequence[str] | None = None,
         grammar_limits: GrammarLimits | None = None,
         **sampling: Any,
-    ) -> "Settings":
+    ) -> "SamplingParams":
         """From `generate`'s arguments; an argument of None comes from generation_config. Raises ValueError
         for an argument or a field of generation_config that is out of range or cannot be honoured."""
         check_kind("target", target, Target, "give slipstream.HFTarget(model, tokenizer) or load_target(…)")
@@ -185,9 +203,8 @@ class Settings:
             raise ValueError(f"max_new_tokens is {new!r}; it must be at least 1, a whole number")
         eos = _eos(target, eos_token_ids)
         stops = _stops(target, config.stop_strings if stop is None else stop)
-        asked = {name: sampling.pop(name, None) for name in GRAMMARS}
-        asked = {name: it for name, it in asked.items() if it is not None}
-        grammar = _grammar(target, asked, eos, grammar_limits)
+        sources = {name: sampling.pop(name, None) for name in GRAMMARS}
+        grammar = _grammar(target, sources, eos, grammar_limits)
         return cls(target, resolve_sampling(target, **sampling, grammar=grammar), new, eos, stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
@@ -206,73 +223,87 @@ class Settings:
             )
         return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
 
+    def request(self, i: int, prompt: list[int], limit: int | None = None, **fields: Any) -> Request:
+        """The i-th request of a batch, for at most `limit` tokens; `fields`: others of it. Raises ValueError
+        if the answer has no room."""
+        limit = self.limit(prompt) if limit is None else limit
+        text = self.target.text
+        return Request(prompt, self.row(i, prompt), limit, self.eos, self.stop, text, **fields)
+
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
         """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
         config, own = self.target.generation_config, self.sampling
-        ids = torch.tensor([list(prompt)], device=self.target.device)
-        eos = sorted(token for token in self.eos if token < self.target.vocab)
-        forces_bos = config.forced_bos_token_id is not None
-        limit, vocab = self.limit(prompt), self.target.vocab
-        row = Row(ids, limit, eos, own.temperature, forces_bos, vocab, self._stopped)
-        made = self._made(PROCESSORS, row)
+        target, device = self.target, self.target.device
+        row = Row(
+            prompt=torch.tensor([list(prompt)], device=device),
+            start=len(prompt),
+            device=device,
+            limit=self.limit(prompt),
+            eos=sorted(token for token in self.eos if token < target.vocab),
+            temperature=own.temperature,
+            forces_bos=config.forced_bos_token_id is not None,
+            vocab=target.vocab,
+            stopped=self._stopped,
+        )
+        config_processors = self._processors(PROCESSORS, row)
         if config.min_new_tokens is not None:
-            made.pop("min_length", None)
+            config_processors.pop("min_length", None)
         penalty = own.repetition_penalty
-        given = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
-        if next(iter(made), None) == "repetition_penalty" and not given:
-            del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
-        elif "repetition_penalty" in made:
+        replaced = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
+        if next(iter(config_processors), None) == "repetition_penalty" and not replaced:
+            del config_processors["repetition_penalty"]  # the sampler's own also comes first, and is faster
+        elif "repetition_penalty" in config_processors:
             penalty = 1.0
-        merged = _merged(list(made.values()), own.processors)
+        merged = _merged(list(config_processors.values()), own.processors)
         processors: list[Processor] = [BeforeEnd(each, row) for each in merged]
         warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
         if own.temperature:
-            processors += self._made(TOP_H, row).values()
-            warpers += self._made(WARPERS, row).values()
-        warpers += self._made(WATERMARK, row).values()
+            processors += self._processors(TOP_H, row).values()
+            warpers += self._processors(WARPERS, row).values()
+        warpers += self._processors(WATERMARK, row).values()
         own = replace(own, row=i, repetition_penalty=penalty)
         return replace(own, processors=tuple(processors), warpers=tuple(warpers))
 
-    def _stopped(self, said: list[int]) -> bool:
+    def _stopped(self, tokens: list[int]) -> bool:
         if not self.stop or self.target.text is None:
             return False
-        text = self.target.text.decode(said)
-        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(said)
+        text = self.target.text.decode(tokens)
+        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(tokens)
 
     @cached_property
     def _silent(self) -> frozenset[int]:
         return frozenset() if self.target.text is None else silent_stops(self.target.text, self.stop)
 
-    def _made(self, table: Table, row: Row) -> dict[str, Processor]:
-        made = {}
+    def _processors(self, table: Table, row: Row) -> dict[str, Processor]:
+        processors = {}
         for name, (off, make) in table.items():
             value = getattr(self.target.generation_config, name, None)
             if name == "repetition_penalty":
                 value = self.sampling.repetition_penalty
             if value not in (None, off, []) and (row.eos or name not in NEED_EOS):
                 with _blamed(self.target, name, value):
-                    made[name] = make(value, row)
-        return made
+                    processors[name] = make(value, row)
+        return processors
 
 
-def resolve_sampling(target: Target, **given: Any) -> Sampling:
+def resolve_sampling(target: Target, **options: Any) -> Sampling:
     """`Sampling` from the arguments or else generation_config. It is greedy unless a temperature is given or
     generation_config sets `do_sample`. Raises ValueError."""
     config = target.generation_config
-    given = {name: value for name, value in given.items() if value is not None}
-    processors = given.get("processors", ())
+    options = {name: value for name, value in options.items() if value is not None}
+    processors = options.get("processors", ())
     check_kind("processors", processors, (list, tuple), "give a list of LogitsProcessors")
-    given["processors"] = tuple(processors)
-    if "temperature" not in given and not config.do_sample:
-        given["temperature"] = 0.0
-    settled = {"temperature": 1.0}
-    for name in ("repetition_penalty", *(SAMPLED if given.get("temperature") != 0 else ())):
+    options["processors"] = tuple(processors)
+    if "temperature" not in options and not config.do_sample:
+        options["temperature"] = 0.0
+    defaults = {"temperature": 1.0}
+    for name in ("repetition_penalty", *(SAMPLED if options.get("temperature") != 0 else ())):
         value = getattr(config, name, None)
-        if value is not None and name not in given:
+        if value is not None and name not in options:
             with _blamed(target, name, value):
                 Sampling(**{name: value})
-            settled[name] = value
-    return Sampling(**settled | given)
+            defaults[name] = value
+    return Sampling(**defaults | options)
 
 
 def check_kind(name: str, value: Any, kind: Any, advice: str) -> None:
@@ -293,29 +324,30 @@ def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
         ) from error
 
 
-def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor]:
-    """Both lists of processors. A given one replaces one of its type, as in Hugging Face."""
-    merged = [next((own for own in given if type(own) is type(each)), each) for each in made]
-    return [*merged, *(own for own in given if not any(own is each for each in merged))]
+def _merged(processors: list[Processor], own: Sequence[Processor]) -> list[Processor]:
+    """Both lists. The caller's `own` replace those of their type, as in Hugging Face."""
+    merged = [next((one for one in own if type(one) is type(each)), each) for each in processors]
+    return [*merged, *(one for one in own if not any(one is each for each in merged))]
 
 
 def _grammar(
-    target: Target, asked: Mapping[str, Any], eos: frozenset[int], limits: GrammarLimits | None
+    target: Target, sources: Mapping[str, Any], eos: frozenset[int], limits: GrammarLimits | None
 ) -> Grammar | None:
-    """The grammar that is asked for, if one is. Raises ValueError."""
-    if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked)} are given: an answer has one grammar")
-    if not asked:
+    kinds = [kind for kind, source in sources.items() if source is not None]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} are given: an answer has one grammar")
+    if not kinds:
         return None
     from slipstream.targets.grammar import read_grammar
 
-    ((kind, source),) = asked.items()
+    (kind,) = kinds
+    source = sources[kind]
     return source if isinstance(source, Grammar) else read_grammar(target, kind, source, eos, limits)
 
 
-def _eos(target: Target, given: Any) -> frozenset[int]:
-    if given is not None:
-        return frozenset(checked_ids(several(given), target.vocab, "eos_token_ids"))
+def _eos(target: Target, own: Any) -> frozenset[int]:
+    if own is not None:
+        return frozenset(checked_ids(several(own), target.vocab, "eos_token_ids"))
     ids = target.generation_config.eos_token_id
     if ids is None and target.text is not None:
         ids = target.text.eos

@@ -18,7 +18,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.drafters.suffix import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.engine.generate import generate
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.measure.certify import certify
 from slipstream.measure.datasets import Question
 from slipstream.measure.runner import hf_answers, hf_generate
@@ -195,7 +195,7 @@ def test_a_sampled_token_has_hugging_faces_law(fields):
         output_logits=True,
         return_dict_in_generate=True,
     )
-    row = Settings.of(target, max_new_tokens=6).row(0, prompt)
+    row = SamplingParams.of(target, max_new_tokens=6).row(0, prompt)
     for i, (logits, scores) in enumerate(zip(out.logits, out.scores, strict=True)):
         law = Sampler([row], [out.sequences[0, : len(prompt) + i].tolist()], target.vocab).law(logits)
         torch.testing.assert_close(law, scores.double().softmax(-1), atol=1e-6, rtol=1e-4)
