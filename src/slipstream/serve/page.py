@@ -10,7 +10,7 @@ SHARED = ("dom", "tree")  # scripts of the report's page, which draws the same t
 def page(model: str, drafter: str, traces: bool, chat: bool = True) -> str:
     """The page for a server's model and drafter, as HTML; `traces`: it may ask for the trees of rounds;
     `chat`: the model has a chat template. Without one the text so far is gone on with."""
-    report, own = files("slipstream.measure") / "page", files("slipstream.serve") / "page"
+    report, own = files("slipstream.measure.report") / "page", files("slipstream.serve") / "page"
     scripts = [*(report / f"{part}.js" for part in SHARED), own / "playground.js"]
     styles = [report / "page.css", own / "playground.css"]
     data = {"model": model, "drafter": drafter, "trace": traces, "chat": chat}

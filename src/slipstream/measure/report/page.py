@@ -37,7 +37,7 @@ def page(paths: Sequence[str]) -> str:
                 runs.append({"name": f"{name}: {place}", **_run(run)})
         else:
             runs.append({"name": name, **_run(_read(path, text, BenchReport))})
-    sources = files("slipstream.measure") / "page"
+    sources = files("slipstream.measure.report") / "page"
     scripts = [sources / f"{part}.js" for part in SCRIPTS]
     data = _finite({"runs": runs, "certificates": certificates, "traces": traces})
     return assembled(
