@@ -1,4 +1,4 @@
-"""The server: routes, and what guards them."""
+"""The server: its limits, its routes, and how a request becomes texts of the engine."""
 
 import asyncio
 import json
@@ -160,14 +160,11 @@ class Server:
 
     async def models(self) -> dict[str, Any]:
         """The models that are served: one."""
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [await self.model(self.name)]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """One of them."""
         self._check_model(name)
-        return self._model()
-
-    def _model(self) -> dict[str, Any]:
         fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
         own = {"precision": self.target.precision, "exactness": self.target.exactness, "drafter": self.spec}
         return fields | {"max_model_len": self.context} | own

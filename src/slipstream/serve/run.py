@@ -67,7 +67,8 @@ class Connection(HttpToolsProtocol):
 def http_server(app: ASGIApp, grace: int) -> uvicorn.Server:
     """Serves an application. At its end, requests under way have `grace` seconds."""
     settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-    return uvicorn.Server(uvicorn.Config(app, http=Connection, timeout_graceful_shutdown=grace, **settings))
+    settings |= {"interface": "asgi3", "timeout_graceful_shutdown": grace}
+    return uvicorn.Server(uvicorn.Config(app, http=Connection, **settings))
 
 
 class Loading:
