@@ -126,9 +126,8 @@ def find_target(name: str) -> tuple[Path, Path | None]:
         names = ", ".join(file.name for file in files[:3]) + more
         raise ValueError(f"target directory {name!r} holds {names}: give the path of one of them")
     if not files:
-        raise ValueError(
-            f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
-        )
+        lack = f"target directory {name!r} has neither a config.json nor a GGUF file"
+        raise ValueError(f"{lack}: give a model's directory")
     return path, files[0]
 
 

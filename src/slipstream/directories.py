@@ -44,9 +44,8 @@ def checkpoint_file(home: Path) -> Path:
     missing."""
     files = [home / name for name in (*SAFE, *PICKLES) if (home / name).exists()]
     if {*SAFE} <= {path.name for path in files}:
-        raise ValueError(
-            f"checkpoint {home} holds {' and '.join(SAFE)}: leave the one that config.json describes"
-        )
+        both = " and ".join(SAFE)
+        raise ValueError(f"checkpoint {home} holds {both}: leave the one that config.json describes")
     path = files[0] if files else home / SAFE[0]
     for needed in (home / "config.json", path):
         if not needed.exists():
@@ -93,9 +92,8 @@ def check_claim(
         if names and not force and (writer := made_by(home)) not in by:
             files = f"other files ({', '.join(names[:3])}, …)"
             what = f"what `slipstream {writer}` wrote" if writer else files
-            raise ValueError(
-                f"directory {home} holds {what}: name a new or empty one, or give --force to write into it"
-            )
+            fix = "name a new or empty one, or give --force to write into it"
+            raise ValueError(f"directory {home} holds {what}: {fix}")
         parent = next(place for place in (home, *home.absolute().parents) if os.path.lexists(place))
         with tempfile.TemporaryFile(dir=parent):  # where it stands, or will
             pass

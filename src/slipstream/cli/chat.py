@@ -271,10 +271,8 @@ def drawn(round: "Round", number: int, of: int) -> Tree:
     for slot in range(1, len(round.tokens)):
         if round.tokens[slot] >= 0:
             branches[slot] = branches[round.parents[slot]].add(label(slot))
-    own = Text(f"{round.next_text!r}", "bold") + Text(
-        f"  {100 * round.next_p:.0f} %, the target's own", "dim"
-    )
-    branches[round.accepted[-1]].add(own)
+    share = f"  {100 * round.next_p:.0f} %, the target's own"
+    branches[round.accepted[-1]].add(Text(f"{round.next_text!r}", "bold") + Text(share, "dim"))
     return tree
 
 

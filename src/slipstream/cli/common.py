@@ -314,7 +314,7 @@ class Options(SimpleNamespace):
         return {name: getattr(self, name) for name in names.split()}
 
 
-TYPES = get_type_hints(Options, include_extras=True)
+TYPES, REQUIRED = get_type_hints(Options, include_extras=True), Parameter.empty
 
 
 def command(
@@ -340,12 +340,11 @@ def command(
         def call(**values: Any) -> None:
             function(Options(**values))
 
-        parameters = []
-        for name in takes.split():
-            default = defaults.get(name, getattr(Options, name, Parameter.empty))
-            parameters.append(
-                Parameter(name, Parameter.KEYWORD_ONLY, annotation=TYPES[name], default=default)
-            )
+        table = vars(Options) | defaults
+        parameters = [
+            Parameter(name, Parameter.KEYWORD_ONLY, annotation=TYPES[name], default=table.get(name, REQUIRED))
+            for name in takes.split()
+        ]
         call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where typer reads them
         app.command(function.__name__.strip("_"), cls=Listing)(call)
         return function

@@ -68,6 +68,7 @@ def generate(options: cli.Options) -> None:
     reads = cli.inputs(options.target, [drafter], [file for file in (schema, grammar) if file is not None])
     check_writable(trace, json_path, reads=reads)
     settings = options.pick(f"{CUTS} {PENALTIES} max_new_tokens seed regex law")
+    settings |= {"temperature": options.own_temperature}
     settings |= {"json_schema": schema and read_text(schema, "schema")}
     settings |= {"grammar": grammar and read_text(grammar, "grammar")}
     settings |= {"stop": options.stop or None, "choice": options.choice or None}
@@ -81,9 +82,7 @@ def generate(options: cli.Options) -> None:
     loaded = _drafter(target, drafter, temperature, options.explain, prompt)
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
-        pieces = stream(
-            target, prompt, loaded, **settings, temperature=options.own_temperature, trace=trace_file
-        )
+        pieces = stream(target, prompt, loaded, **settings, trace=trace_file)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()

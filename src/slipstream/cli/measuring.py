@@ -60,9 +60,8 @@ def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
             return resolve_name(kind).read(json_path)
         except ValueError as error:
             errors.append(error)
-    raise ValueError(
-        f"--json {json_path}: {errors[0]}: name a run of this command, or another file"
-    ) from errors[0]
+    fix = "name a run of this command, or another file"
+    raise ValueError(f"--json {json_path}: {errors[0]}: {fix}") from errors[0]
 
 
 @cli.command(

@@ -26,9 +26,8 @@ def serve(options: cli.Options) -> None:
     try:
         from slipstream.serve.run import Loading, is_local, run
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the server needs {error.name}, which is not installed: {install('serve')}"
-        ) from error
+        missing = f"the server needs {error.name}, which is not installed"
+        raise ValueError(f"{missing}: {install('serve')}") from error
     from slipstream.core.grammar import GrammarLimits
     from slipstream.drafters import load_drafter
     from slipstream.engine import memory

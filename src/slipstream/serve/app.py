@@ -101,16 +101,15 @@ class Server:
         Settings.of(target)  # what its generation_config asks for can be honoured
         self.name = name or target.name
         self.context = limits.tokens(target)
-        self.engine = Engine(
-            target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
-        )
+        rows, queue, keep = limits.rows, limits.queue, limits.keep
+        self.engine = Engine(target, drafter, rows, self.context, queue, self._post, keep)
         self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
         self._longest = max(map(len, self.text.vocabulary))  # characters of a token
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
         self._reader = ThreadPoolExecutor(1, "prompts")  # one thread: a tokenizer is not for several
         # Threads that wait for processes, so that no grammar waits for another.
-        self._grammars = ThreadPoolExecutor(limits.rows + limits.queue, "grammars")
+        self._grammars = ThreadPoolExecutor(rows + queue, "grammars")
         self._large = threading.Semaphore(LARGE)
         self._loop: asyncio.AbstractEventLoop | None = None
         app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
@@ -178,10 +177,8 @@ class Server:
         if not self.text.has_chat:
             raise Refused(f"{self.target.name} has no chat template: ask /v1/completions")
         if body.offered and not self.text.calls_tools:
-            fault = (
-                f"the chat template of {self.target.name} has no tools, or not as <tool_call>: leave them out"
-            )
-            raise Refused(fault, param="tools")
+            fault = f"the chat template of {self.target.name} has no tools, or not as <tool_call>"
+            raise Refused(f"{fault}: leave them out", param="tools")
         return await self._reply(body, request)
 
     async def _reply(self, body: Body, request: Request) -> Reply:
@@ -215,9 +212,7 @@ class Server:
             names = {tool["function"]["name"] for tool in body.offered}
             form.calls = partial(Calls, names, body.parallel_tool_calls is not False) if names else None
         elif body.echo:
-            texts = [
-                prompt if isinstance(prompt, str) else self.text.decode(prompt) for prompt in body.prompts
-            ]
+            texts = [row if isinstance(row, str) else self.text.decode(row) for row in body.prompts]
             form.echoes = [text for text in texts for _ in range(body.n or 1)]
         if not body.stream:
             return Whole(ticket, form, self.limits.seconds)
