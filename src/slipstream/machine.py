@@ -60,8 +60,8 @@ def available_memory() -> float:
 
 
 def left_in_group(home: Path) -> float:
-    """Bytes that a control group may still have, of version 2 or 1; infinite without a limit. What is held of
-    files is given back when it is needed."""
+    """Bytes that a control group, of version 2 or 1, may still take; infinite without a limit. Cached files
+    count as free."""
     old = (home / "memory.limit_in_bytes").exists()
     limit, used = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
     try:
@@ -75,15 +75,15 @@ def left_in_group(home: Path) -> float:
 
 @dataclass
 class PeakMemory:
-    """The most memory held for a while, in MiB; None where the system does not say."""
+    """The most memory in use, in MiB; None where the system does not say."""
 
     mib: float | None = None
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
-    """Finds the most memory that this process holds in this context: on the device, or on a CPU in all,
-    mapped weights included."""
+    """The most memory that this process uses in this context: on the device, or on a CPU in all, mapped
+    weights included."""
     peak, own = PeakMemory(), Path("/proc/self")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

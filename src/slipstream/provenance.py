@@ -31,10 +31,9 @@ def current() -> str:
 
 
 def suggested(words: str) -> str:
-    """A command as a hint shows it: `slipstream WORDS`, for the model that the command under way was given.
+    """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way.
 
-    Options of `KEPT` that WORDS do not name are repeated, of which that command takes the first `TAKEN`, and
-    `PLUGIN` before it.
+    It repeats `PLUGIN`, and the options of `KEPT` that WORDS do not name. A command takes the first `TAKEN`.
     """
     verb, *own = words.split()
     names = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in own]
@@ -43,7 +42,7 @@ def suggested(words: str) -> str:
 
 
 def _program() -> str:
-    """How the program under way is called: by its path where a shell would not find it."""
+    """The program's name, or its path where a shell would not find it."""
     program = sys.argv[0]
     on_path = os.path.basename(program) != "slipstream" or shutil.which("slipstream")
     return "slipstream" if on_path else shlex.quote(program)

@@ -414,8 +414,8 @@ def load(
 def inputs(
     targets: str | Sequence[str] = (), drafters: Sequence[str] = (), files: Sequence[str] = ()
 ) -> list[str]:
-    """What a command reads: targets, drafters, files that their options name, and other files. Commands ask
-    before they import torch. Raises ValueError for what is not there."""
+    """What a command reads: targets, drafters, files that their options name, and other files. Commands call
+    it before they import torch. Raises ValueError for what does not exist."""
     for target in several(targets):
         find_target(target)
     for drafter in drafters:

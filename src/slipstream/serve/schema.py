@@ -55,7 +55,7 @@ BiasValue = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _first_fault(biases: Any) -> Any:
-    """One bias alone, if one is wrong: a body may hold 50,000, and each would be a fault."""
+    """The first wrong bias alone, if there is one: a body may hold 50,000, and each would be a fault."""
     for token, bias in biases.items() if isinstance(biases, Mapping) else ():
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             return {token: bias}
