@@ -33,6 +33,10 @@ class CacheEntry:
     def name(self) -> str:
         return str(self.path.relative_to(cache_home()))
 
+    def stored(self) -> dict[str, str | int]:
+        used = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.used))
+        return {"kind": self.kind, "path": str(self.path), "bytes": self.bytes, "last_used": used}
+
 
 def entries(kinds: Sequence[str] = (), unused_since: float | None = None) -> list[CacheEntry]:
     """The entries of some kinds (default: all), largest first. Links and files of others are not listed.
@@ -112,9 +116,7 @@ def cache(options: cli.Options) -> None:
     total = f"{_size(sum(entry.bytes for entry in shown))} in {cache_home()}"
     console.print(total, soft_wrap=True)
     if json_path is not None:
-        rows = [
-            {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in shown
-        ]
+        rows = [entry.stored() for entry in shown]
         write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": rows})
     if options.action == "clean" and shown:
         if not options.yes and not sys.stdin.isatty():
@@ -132,10 +134,6 @@ def _size(count: int) -> str:
 def _ago(moment: float) -> str:
     days = int((time.time() - moment) // DAY)
     return "today" if days <= 0 else f"{days} days ago" if days > 1 else "yesterday"
-
-
-def _iso(moment: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
 def _aliases() -> str:

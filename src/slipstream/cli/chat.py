@@ -85,7 +85,7 @@ class Chat:
     def run(self) -> None:
         """Until /quit or the end of the input. An answer that is stopped stays, as far as it came."""
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not as Ctrl-C, which stays
-        self.ask = asking()
+        self.ask = editor() if is_terminal() else plainly
         err.print(f"{self.talk.target.name}, {self.talk.target.precision}; /help lists commands", style="dim")
         while True:
             try:
@@ -354,12 +354,6 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def asking() -> Callable[[str], str]:
-    """Asks the person for a turn: an editor of lines at a terminal, which begins with a text, plain lines
-    elsewhere."""
-    return editor() if is_terminal() else plainly
-
-
 def plainly(text: str) -> str:
     """A turn of plain lines; a backslash at a line's end goes on with the next. Raises EOFError."""
     lines = list[str]()
@@ -373,8 +367,8 @@ def plainly(text: str) -> str:
 
 
 def editor() -> Callable[[str], str]:
-    """The same by prompt_toolkit, where Alt+Enter begins another line, too, pasted lines stay together, and
-    arrows go through what was said before."""
+    """Asks for a turn by prompt_toolkit, and begins with the text that it is given. Alt+Enter begins another
+    line, too, pasted lines stay together, and arrows go through earlier turns."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
