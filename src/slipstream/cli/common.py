@@ -85,6 +85,7 @@ def in_64_bits(seed: int | None) -> int | None:
 
 
 MOST_TEXTS = 4096  # at once
+many = partial(on_questions, min=1, max=MOST_TEXTS)
 MEASURING = "measuring rounds: a few seconds, once"
 DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 MACHINE = "dtype device compile quantize"  # options of most commands
@@ -101,8 +102,6 @@ SAME = (
     "same seed, same text, whatever the drafter: token for token on a CPU in float32 and bfloat16, "
     "elsewhere up to near-ties that rounding turns (certify says which)"
 )
-BATCHES = "questions that are asked at once; repeatable"
-ANSWERS = "answers that are made at once"
 OWN = "0 is greedy (default: the target's own)"
 SEVERAL = "0 is greedy; repeatable"
 LIKELY = "keep tokens this fraction as likely as the likeliest"
@@ -120,7 +119,6 @@ GRAMMAR = "the answer is a text of the grammar in this file, in Lark's or llama.
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 EXPLAIN = "show which trees auto chose, and why, and what keys and values take"
 PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
-AT_ONCE = "texts decoded at once; what is found serves the nearest number"
 CONTEXT = "length of the context at which rounds are timed, in tokens (default: the questions')"
 USED = "length of your texts, in tokens (default: the questions')"
 TABLES = "such as eagle-table-1 (default: all); --list shows them"
@@ -194,9 +192,9 @@ class Options(SimpleNamespace):
     limit: Limit = None
     prompt_count: Annotated[int, on_questions("prompts to measure on, in all", "N", "--limit", min=1)] = 8
     max_new_tokens: MaxNewTokens = 128
-    batch: Annotated[int, on_questions(AT_ONCE, "N", min=1, max=MOST_TEXTS)] = 1
-    batches: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1, max=MOST_TEXTS)] = [1]
-    answers_at_once: Annotated[int, on_questions(ANSWERS, "N", "--batch", min=1, max=MOST_TEXTS)] = 1
+    batch: Annotated[int, many("texts decoded at once; what is found serves the nearest number", "N")] = 1
+    batches: Annotated[list[int], many("questions that are asked at once; repeatable", "N", "--batch")] = [1]
+    answers_at_once: Annotated[int, many("answers that are made at once", "N", "--batch")] = 1
     context: Annotated[int | None, on_questions(CONTEXT, "N", min=1)] = None
     own_context: Annotated[int | None, on_questions(USED, "N", "--context", min=1)] = None
 
