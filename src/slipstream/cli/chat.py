@@ -73,7 +73,7 @@ def chat(options: cli.Options) -> None:
 
 
 class Chat:
-    """A conversation: what is said, and the commands between."""
+    """A conversation, and the commands between its turns."""
 
     def __init__(self, talk: "Talk", drafter: str, system: str | None, seed: int) -> None:
         self.talk, self.drafter, self.seed = talk, drafter, seed
@@ -103,7 +103,7 @@ class Chat:
                 err.print(" ".join(str(error).split()), style="red", soft_wrap=True)
 
     def take(self, line: str) -> None:
-        """A command, or what a person says. Raises ValueError."""
+        """Do what a line says: a command, or a turn. Raises ValueError."""
         if not line.startswith("/"):
             self.say(line)
             return
@@ -114,7 +114,7 @@ class Chat:
         command(rest.strip())
 
     def say(self, text: str) -> None:
-        """Have a turn answered. Raises ValueError, and forgets the turn."""
+        """Answer a turn. Raises ValueError, and forgets the turn."""
         self.turns.append({"role": "user", "content": text})
         try:
             self.answer()
@@ -123,7 +123,7 @@ class Chat:
             raise
 
     def answer(self) -> None:
-        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it, behind the round
+        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it after the step
         under way."""
         text, steps = "", self.talk.answer(self.turns, seed=self.seed)
         with interrupted() as stopped, without_echo(), closing(steps), wrapping(out) as show:
@@ -141,7 +141,7 @@ class Chat:
         self.figures(bool(stopped))
 
     def figures(self, stopped: bool) -> None:
-        """The status line of the last answer, which ends in why it ended."""
+        """Print the status line of the last answer, which says last why it ended."""
         answer = self.talk.made
         assert answer is not None
         limit = self.talk.options.get("max_new_tokens")
@@ -355,7 +355,7 @@ def is_terminal() -> bool:
 
 
 def plainly(text: str) -> str:
-    """A turn of plain lines; a backslash at a line's end goes on with the next. Raises EOFError."""
+    """A turn of plain lines. A line that ends in a backslash is continued. Raises EOFError."""
     lines = list[str]()
     try:
         while not lines or lines[-1].endswith("\\"):

@@ -23,7 +23,7 @@ REPRODUCED = "slipstream.measure.papers.reproduce_report:ReproduceReport"
 def reported(
     json_path: str | None, show: Callable[[Any], Any] | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Yields what takes the reports of a run. One of a run under way is written to --json. The others are
+    """Yields a function that takes reports. A report of a run under way is written to --json. The others are
     shown at the end, by default printed and written, even where an error ends the work."""
     from slipstream.measure.resume import UNFINISHED
 
