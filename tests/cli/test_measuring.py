@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.measure.bench_report import BenchReport
+from slipstream.measure.results import BenchReport
 from slipstream.measure.sweep import Sweep
 
 RUN = str(Path(__file__).parents[2] / "benchmarks" / "results" / "bench_auto.json")

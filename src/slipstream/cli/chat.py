@@ -21,7 +21,7 @@ from slipstream.files import check_writable, replacing
 from slipstream.provenance import suggested
 
 if TYPE_CHECKING:
-    from slipstream.engine.chat_session import Talk
+    from slipstream.engine.chat_session import ChatSession
     from slipstream.engine.trace import Round
 
 ACCEPTED, ASKS = "green", "› "
@@ -51,13 +51,13 @@ ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
     max_new_tokens=512,
 )
 def chat(options: cli.Options) -> None:
-    """Talk with a model. /help lists what there is beside talking.
+    """ChatSession with a model. /help lists what there is beside talking.
 
     Figures stand below each answer. An answer reads what was said before only once.
     """
     drafter = cli.with_model(options.drafter, options.draft_model)
     cli.inputs(options.target, [drafter])
-    from slipstream.engine.chat_session import Talk
+    from slipstream.engine.chat_session import ChatSession
 
     with without_echo():
         target = options.load()
@@ -68,14 +68,14 @@ def chat(options: cli.Options) -> None:
             )
         with err.status(cli.MEASURING):
             limits = {"max_new_tokens": options.max_new_tokens, "temperature": options.own_temperature}
-            talk = Talk(target, drafter, **limits)
+            talk = ChatSession(target, drafter, **limits)
     Chat(talk, drafter, options.system, options.seed).run()
 
 
 class Chat:
     """A conversation, and the commands between its turns."""
 
-    def __init__(self, talk: "Talk", drafter: str, system: str | None, seed: int) -> None:
+    def __init__(self, talk: "ChatSession", drafter: str, system: str | None, seed: int) -> None:
         self.talk, self.drafter, self.seed = talk, drafter, seed
         self.ask: Callable[[str], str] = plainly
         self.saved = set[str]()  # files
@@ -198,7 +198,7 @@ class Chat:
     @property
     def T(self) -> float:
         """The temperature of the next answer."""
-        from slipstream.engine.settings import Settings
+        from slipstream.engine.sampling_params import Settings
 
         return Settings.of(self.talk.target, **self.talk.options).sampling.temperature
 

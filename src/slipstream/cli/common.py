@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from slipstream.catalog import find_target
 from slipstream.directories import check_drafter
 from slipstream.files import STANDARD, check_file, several
-from slipstream.measure.questions import is_set
+from slipstream.measure.datasets import is_set
 from slipstream.methods import TABLE, Method, load_plugin, named
 from slipstream.progress import bars
 from slipstream.spec import Spec

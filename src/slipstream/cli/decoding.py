@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli import common as cli
 from slipstream.files import STANDARD, check_writable, read_text, replacing, write_json
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.provenance import suggested
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def demo(options: cli.Options) -> None:
     cli.inputs(options.target, [drafter], options.questions)
     questions = load_questions(options.questions, options.limit)
     from slipstream.measure.demo import demo as run
-    from slipstream.measure.runner import Contest
+    from slipstream.measure.runner import Runner
 
     settings = (options.max_new_tokens, options.temperature, options.seed)
-    run(Contest.of(options.load(), [drafter], *settings), drafter, questions, cli.out)
+    run(Runner.of(options.load(), [drafter], *settings), drafter, questions, cli.out)
     words = 'generate "What is gravity?"'
     words += f" --drafter {shlex.quote(drafter)}" if drafter != "auto" else ""
     cli.out.print(f"\nnext: {suggested(words)}", soft_wrap=True)
@@ -75,7 +75,7 @@ def generate(options: cli.Options) -> None:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     from slipstream.engine.costs import explained
     from slipstream.engine.generate import stream
-    from slipstream.engine.settings import resolve_sampling
+    from slipstream.engine.sampling_params import resolve_sampling
 
     target = options.load()
     temperature = resolve_sampling(target, temperature=options.own_temperature).temperature

@@ -10,11 +10,11 @@ import typer
 
 from slipstream.cli import common as cli
 from slipstream.files import STANDARD, check_writable, evenly, read_results, replacing
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.methods import named
 from slipstream.plotting import check_picture
 
-BENCH, SWEEP = "slipstream.measure.bench_report:BenchReport", "slipstream.measure.sweep:Sweep"  # results
+BENCH, SWEEP = "slipstream.measure.results:BenchReport", "slipstream.measure.sweep:Sweep"  # results
 CERTIFICATE = "slipstream.measure.certify:Certificate"
 REPRODUCED = "slipstream.measure.papers.reproduce_report:ReproduceReport"
 

@@ -10,7 +10,7 @@ import typer
 from slipstream.cli import common as cli
 from slipstream.directories import RUN, check_claim, checkpoint_file
 from slipstream.files import HANDED, check_interpreter, check_writable, name_of, written_to
-from slipstream.measure.questions import load_questions
+from slipstream.measure.datasets import load_questions
 from slipstream.methods import METHODS
 from slipstream.provenance import suggested
 

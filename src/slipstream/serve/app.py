@@ -24,7 +24,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.target import Target
 from slipstream.engine.answer import Answer
-from slipstream.engine.settings import Settings
+from slipstream.engine.sampling_params import Settings
 from slipstream.serve.engine import Busy, Ended, Engine, News, Task
 from slipstream.serve.guard import API_KEY, Guard
 from slipstream.serve.metrics import Metrics

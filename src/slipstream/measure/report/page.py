@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from slipstream.engine.trace import Round, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.html import assembled
-from slipstream.measure.bench_report import BenchReport, DrafterResult
+from slipstream.measure.results import BenchReport, DrafterResult
 from slipstream.measure.bootstrap import Asked, paired
 from slipstream.measure.certify import Certificate
-from slipstream.measure.questions import file_names
+from slipstream.measure.datasets import file_names
 from slipstream.measure.sweep import Sweep
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
