@@ -36,7 +36,7 @@ from slipstream.files import check_writable, write_json
 from slipstream.measure.datasets import load_questions
 from slipstream.results import heading
 from slipstream.serve.app import Limits, Server
-from slipstream.serve.run import made
+from slipstream.serve.run import http_server
 from slipstream.serve.worker import Update, Worker
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.prompts import encode
@@ -49,7 +49,7 @@ def served(target: HFTarget, drafter: Drafter, rows: int) -> Iterator[Ask]:
     """Yields what asks a server, by clients in a process of their own."""
     server = Server(target, drafter, "auto", Limits(rows=rows, keep=0))  # all read their prompts
     listener = socket.create_server(("127.0.0.1", 0))
-    http = made(server, 5)
+    http = http_server(server.app, 5)
     thread = threading.Thread(target=http.run, args=([listener],))
     thread.start()
     words = [sys.executable, str(Path(__file__).with_name("serve_clients.py"))]

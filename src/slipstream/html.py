@@ -14,7 +14,7 @@ def assembled(
     html: Traversable, title: str, styles: Iterable[Traversable], scripts: Iterable[Traversable], data: Any
 ) -> str:
     """The page `html` with its title, styles and scripts, and with data, which are JSON."""
-    style, script = ("".join(each.read_text("utf-8") for each in some) for some in (styles, scripts))
+    style, script = ("".join(file.read_text("utf-8") for file in files) for files in (styles, scripts))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return Template(html.read_text("utf-8")).substitute(
         title=escape(title),
@@ -27,5 +27,5 @@ def assembled(
 
 
 def _hash(text: str) -> str:
-    """What a Content-Security-Policy calls a script or a style that may stand in the page."""
+    """The name of an allowed script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -60,42 +60,42 @@ def available_memory() -> float:
 
 
 def left_in_group(home: Path) -> float:
-    """Bytes that a control group may still have, of version 2 or 1; infinite without a limit. What is held of
-    files is given back when it is needed."""
+    """Bytes that a control group, of version 2 or 1, may still take; infinite without a limit. Cached files
+    count as free."""
     old = (home / "memory.limit_in_bytes").exists()
     limit, used = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
     try:
-        most, held = (int((home / f"memory.{name}").read_text()) for name in (limit, used))
-        says = dict(line.split() for line in (home / "memory.stat").read_text().splitlines())
-        files = sum(int(says[f"{'total_' * old}{kind}_file"]) for kind in ("active", "inactive"))
+        most, taken = (int((home / f"memory.{name}").read_text()) for name in (limit, used))
+        stat = dict(line.split() for line in (home / "memory.stat").read_text().splitlines())
+        files = sum(int(stat[f"{'total_' * old}{kind}_file"]) for kind in ("active", "inactive"))
     except (OSError, KeyError, ValueError):  # "max" is no number
         return float("inf")
-    return max(0.0, float(most - held + files))
+    return max(0.0, float(most - taken + files))
 
 
 @dataclass
-class Memory:
-    """The most memory held for a while, in MiB; None where the system does not say."""
+class PeakMemory:
+    """The most memory in use, in MiB; None where the system does not say."""
 
     mib: float | None = None
 
 
 @contextmanager
-def peak_memory(device: torch.device) -> Iterator[Memory]:
-    """Finds the most memory that this process holds in this context: on the device, or on a CPU in all,
-    mapped weights included."""
-    found, own = Memory(), Path("/proc/self")
+def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
+    """The most memory that this process uses in this context: on the device, or on a CPU in all, mapped
+    weights included."""
+    peak, own = PeakMemory(), Path("/proc/self")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        yield found
-        found.mib = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+        yield peak
+        peak.mib = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
         return
     with suppress(OSError):
         (own / "clear_refs").write_text("5")  # Linux forgets the peak of before
-    yield found
+    yield peak
     with suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
-        found.mib = round(int(lines["VmHWM"].split()[0]) / 1024, 1)
+        peak.mib = round(int(lines["VmHWM"].split()[0]) / 1024, 1)
 
 
 def where(device: torch.device) -> str:
@@ -124,9 +124,9 @@ def _cpu() -> str:
 
 def _commit() -> str:
     def git(*words: str) -> str:
-        here = Path(__file__).parent
-        done = subprocess.run([*GIT, *words], cwd=here, capture_output=True, text=True, timeout=10)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        home = Path(__file__).parent
+        result = subprocess.run([*GIT, *words], cwd=home, capture_output=True, text=True, timeout=10)
+        return result.stdout.strip() if result.returncode == 0 else ""
 
     try:
         ours = git("ls-files", "--", Path(__file__).name)  # none where we lie in another project's

@@ -63,8 +63,8 @@ def check_picture(path: str | None) -> None:
 
 
 def _slim(svg: str) -> str:
-    """The same picture without indentation and comments, with two digits behind the points of places, and
-    with each style that comes several times written once."""
+    """The same picture without indentation and comments, with coordinates of two decimals, and with each
+    style that is used several times written once."""
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]).replace(" \n", " "), svg)
     times = Counter(re.findall(r'style="([^"]*)"', svg))

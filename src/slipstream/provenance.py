@@ -31,22 +31,21 @@ def current() -> str:
 
 
 def suggested(words: str) -> str:
-    """A command as a hint shows it: `slipstream WORDS`, for the model that the command under way was given.
+    """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way.
 
-    Options of `KEPT` that WORDS do not name are repeated, of which that command takes the first `TAKEN`, and
-    `PLUGIN` before it.
+    It repeats `PLUGIN`, and the options of `KEPT` that WORDS do not name. A command takes the first `TAKEN`.
     """
-    verb, *named = words.split()
-    kept = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in named]
-    options = (each for name in kept for each in _given(name))
+    verb, *own = words.split()
+    names = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in own]
+    options = (option for name in names for option in _given(name))
     return " ".join([_program(), *_given(PLUGIN), words, *options])
 
 
 def _program() -> str:
-    """How the program under way is called: by its path where a shell would not find it."""
-    called = sys.argv[0]
-    found = os.path.basename(called) != "slipstream" or shutil.which("slipstream")
-    return "slipstream" if found else shlex.quote(called)
+    """The program's name, or its path where a shell would not find it."""
+    program = sys.argv[0]
+    on_path = os.path.basename(program) != "slipstream" or shutil.which("slipstream")
+    return "slipstream" if on_path else shlex.quote(program)
 
 
 def _given(option: str) -> Iterator[str]:
@@ -75,19 +74,18 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
-        told = shows and "progress" not in named
+        has_bar = shows and "progress" not in named
         if named.get("progress", call) is None:
             del named["progress"]
         if isinstance(seed := named.get("seed"), Integral):
             named["seed"] = int(seed)  # such as NumPy's
         if current():
             return function(*args, **named)
-        bound = signature(function).bind(*args, **named)
-        given = bound.arguments.items()
-        shown = ", ".join(f"{name}={_shown(value)}" for name, value in given if not isroutine(value))
+        arguments = signature(function).bind(*args, **named).arguments
+        shown = ", ".join(f"{name}={_shown(it)}" for name, it in arguments.items() if not isroutine(it))
         package = function.__module__.partition(".")[0]
         with ExitStack() as stack:
-            if told and "progress" not in bound.arguments and in_notebook():
+            if has_bar and "progress" not in arguments and in_notebook():
                 named["progress"] = stack.enter_context(notebook_bar(function.__name__))
             stack.enter_context(commanded(f"{package}.{function.__name__}({shown})"))
             return function(*args, **named)
@@ -102,5 +100,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_shown(key)}: {_shown(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(it)}' for key, it in value.items())}}}"
     return repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from slipstream.cli import serving
+from slipstream.cli import common, serving
 from slipstream.core.grammar import GrammarLimits
 from slipstream.drafters.suffix import NGram
 from slipstream.serve.app import Limits, Server
@@ -69,7 +69,7 @@ def test_a_key_may_come_from_the_environment(served, monkeypatch):
 
 def test_while_it_loads_it_says_so(served, monkeypatch):
     """It listened, and a client waited for minutes in silence."""
-    said, listening, load = [], serving._listening, serving.load
+    said, listening, load = [], serving._listening, common.load
 
     def listens(*args: Any) -> socket.socket:
         said.append(listening(*args))
@@ -81,7 +81,7 @@ def test_while_it_loads_it_says_so(served, monkeypatch):
         return made(*args)
 
     monkeypatch.setattr(serving, "_listening", listens)
-    monkeypatch.setattr(serving, "load", partial(asked, load))
+    monkeypatch.setattr(common, "load", partial(asked, load))
     monkeypatch.setattr("slipstream.serve.app.Server", partial(asked, Server))
     served()
     assert [each.status_code for each in said[1:]] == [503, 503]

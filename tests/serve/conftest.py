@@ -14,7 +14,7 @@ import uvicorn
 import tiny
 from slipstream.drafters import load_drafter
 from slipstream.serve.app import Limits, Server
-from slipstream.serve.run import made
+from slipstream.serve.run import http_server
 from slipstream.targets import HFTarget, load_target
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -54,7 +54,7 @@ def listening():
 def _listening(server: Server, grace: int = 5) -> Iterator[str]:
     """Serves on the loopback while the context lasts, in a thread of its own; yields the address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    http: uvicorn.Server = made(server, grace)
+    http: uvicorn.Server = http_server(server.app, grace)
     thread = threading.Thread(target=http.run, args=([listener],))
     thread.start()
     try:

@@ -16,7 +16,7 @@ import pytest
 import hostile
 from hostile_requests import KINDS, OUT_OF_TIME, Hostile, bound, completion, generated, send
 from slipstream.core.grammar import GrammarLimits
-from slipstream.serve import connection
+from slipstream.serve import run
 from slipstream.serve.app import Server
 
 EVERY = {
@@ -61,7 +61,7 @@ def text(url: str) -> str:
     ["deep grammars", "costly grammars", "prompts", "hosts", "bodies", "fields", "connections", "generated"],
 )
 def test_a_server_refuses_what_is_hostile_and_goes_on(serve, listening, monkeypatch, kind):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.5)
     asked = list(generated("tiny", 60, seed=3)) if kind == "generated" else part(kind)
     server = serve(hosts=[], seconds=2.0)
     with listening(server) as url:

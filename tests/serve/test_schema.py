@@ -6,9 +6,10 @@ import random
 from copy import deepcopy
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from slipstream.serve.schema import ChatCompletion, Completion, Message
+from slipstream.serve.schema import Bias, ChatCompletion, Completion, Message
 
 CHAT = {
     "model": "tiny",
@@ -168,3 +169,9 @@ def test_the_first_of_many_faults_is_enough(model, body):
     with pytest.raises(ValidationError) as caught:
         model.model_validate({"model": "tiny"} | body)
     assert caught.value.error_count() == 1
+
+
+def test_logit_bias_adds_to_the_scores_of_its_tokens():
+    bias = Bias.of({"2": 5.0, "0": -100.0}, 4)
+    made = bias(torch.tensor([[1]]), torch.zeros(1, 4, dtype=torch.float64))
+    assert made.tolist() == [[-100.0, 0.0, 5.0, 0.0]]

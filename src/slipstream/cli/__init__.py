@@ -12,12 +12,15 @@ from typing import Any
 
 import typer
 
-from slipstream.cli import cache, chat, decoding, fetching, generating, measuring, report, serving, training  # noqa: F401  each registers its commands
+from slipstream.cli import cache, chat, decoding, measuring, serving, training  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 from slipstream.files import printable
 from slipstream.provenance import commanded
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
+ORDER = "cache chat demo tune doctor fetch generate bench certify reproduce report serve train synthesize "
+ORDER += "regenerate data import export parity"
+app.registered_commands.sort(key=lambda command: ORDER.split().index(str(command.name)))  # in help
 SILENT = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # other libraries read these when imported
 
 
@@ -76,20 +79,20 @@ def _run() -> int:
 
 
 def _complaint(error: Any) -> str:
-    """What typer says of the command line, for people; empty where no command was given."""
+    """What is wrong with the command line, for people; empty where there is no command."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "slipstream"
     message: str = error.format_message()
     if name := getattr(error, "option_name", None):
         message = f"{path} has no option {name}"
-        if near := error.possibilities:
-            message += f": did you mean {' or '.join(near[:2])}?"
+        if similar := error.possibilities:
+            message += f": did you mean {' or '.join(similar[:2])}?"
         elif (
             context and context.parent and any(name in param.opts for param in context.parent.command.params)
         ):
             message += f": it stands before the command: slipstream {name} … {context.info_name} …"
     wrong: list[Any] = getattr(error.__context__, "errors", list)()
-    message += "".join(f", not {each['input']!r}" for each in wrong)
+    message += "".join(f", not {fault['input']!r}" for fault in wrong)
     return message and f"{message} (see {path} --help)"
 
 

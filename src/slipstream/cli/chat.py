@@ -8,34 +8,15 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from slipstream.cli.common import (
-    MEASURING,
-    Compile,
-    Device,
-    DrafterName,
-    DraftModelName,
-    Dtype,
-    MaxNewTokens,
-    OwnTemperature,
-    Quantize,
-    Seed,
-    TargetName,
-    command,
-    drafters,
-    err,
-    inputs,
-    load,
-    on_questions,
-    out,
-    with_model,
-)
+from slipstream.cli import common as cli
+from slipstream.cli.common import err, out
 from slipstream.files import check_writable, replacing
 from slipstream.provenance import suggested
 
@@ -61,44 +42,38 @@ PASTES_BEGIN, PASTES_END = "\x1b[?2004h", "\x1b[?2004l"  # pasted text is bracke
 ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
 
 
-@command(
-    "chat", "chat --target ./my-model --compile", "chat --drafter eagle --temperature 0.7", lists=drafters
+@cli.command(
+    "chat",
+    "chat --target ./my-model --compile",
+    "chat --drafter eagle --temperature 0.7",
+    takes=f"target drafter draft_model system max_new_tokens own_temperature seed {cli.MACHINE}",
+    lists=cli.drafters,
+    max_new_tokens=512,
 )
-def chat(
-    target: TargetName = "smollm2",
-    drafter: DrafterName = "auto",
-    draft_model: DraftModelName = None,
-    system: Annotated[str | None, on_questions("what the system says first", "TEXT")] = None,
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: OwnTemperature = None,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-) -> None:
-    """Talk with a model. /help lists what there is beside talking.
+def chat(options: cli.Options) -> None:
+    """ChatSession with a model. /help lists what there is beside talking.
 
     Figures stand below each answer. An answer reads what was said before only once.
     """
-    drafter = with_model(drafter, draft_model)
-    inputs(target, [drafter])
+    drafter = cli.with_model(options.drafter, options.draft_model)
+    cli.inputs(options.target, [drafter])
     from slipstream.engine.chat_session import ChatSession
 
-    with held():
-        loaded = load(target, dtype, device, compile, quantize)
-        if loaded.text is None or not loaded.text.has_chat:
+    with without_echo():
+        target = options.load()
+        if target.text is None or not target.text.has_chat:
             raise ValueError(
-                f"target {target} has no chat template: it cannot chat: {suggested('generate')} "
+                f"target {options.target} has no chat template: it cannot chat: {suggested('generate')} "
                 "goes on with a text"
             )
-        with err.status(MEASURING):
-            talk = ChatSession(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
-    Chat(talk, drafter, system, seed).run()
+        with err.status(cli.MEASURING):
+            limits = {"max_new_tokens": options.max_new_tokens, "temperature": options.own_temperature}
+            talk = ChatSession(target, drafter, **limits)
+    Chat(talk, drafter, options.system, options.seed).run()
 
 
 class Chat:
-    """A conversation: what is said, and the commands between."""
+    """A conversation, and the commands between its turns."""
 
     def __init__(self, talk: "ChatSession", drafter: str, system: str | None, seed: int) -> None:
         self.talk, self.drafter, self.seed = talk, drafter, seed
@@ -106,23 +81,11 @@ class Chat:
         self.saved = set[str]()  # files
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[dict[str, Any]] = [*self.opening]
-        self.commands: dict[str, Callable[[str], None]] = {
-            "retry": self.retry,
-            "edit": self.edit,
-            "system": self.system,
-            "temperature": self.temperature,
-            "save": self.save,
-            "plain": self.plain,
-            "drafter": self.draft_with,
-            "tree": self.tree,
-            "new": self.new,
-            "help": lambda rest: out.print(HELP),
-        }
 
     def run(self) -> None:
         """Until /quit or the end of the input. An answer that is stopped stays, as far as it came."""
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not as Ctrl-C, which stays
-        self.ask = asking()
+        self.ask = editor() if is_terminal() else plainly
         err.print(f"{self.talk.target.name}, {self.talk.target.precision}; /help lists commands", style="dim")
         while True:
             try:
@@ -140,17 +103,18 @@ class Chat:
                 err.print(" ".join(str(error).split()), style="red", soft_wrap=True)
 
     def take(self, line: str) -> None:
-        """A command, or what a person says. Raises ValueError."""
+        """Do what a line says: a command, or a turn. Raises ValueError."""
         if not line.startswith("/"):
             self.say(line)
             return
         name, rest = re.fullmatch(r"/(\S*)\s*(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
-        if name not in self.commands:
+        command = getattr(self, f"do_{name}", None)
+        if command is None:
             raise ValueError(f"there is no /{name}: /help lists what there is")
-        self.commands[name](rest.strip())
+        command(rest.strip())
 
     def say(self, text: str) -> None:
-        """Have a turn answered. Raises ValueError, and forgets the turn."""
+        """Answer a turn. Raises ValueError, and forgets the turn."""
         self.turns.append({"role": "user", "content": text})
         try:
             self.answer()
@@ -159,57 +123,55 @@ class Chat:
             raise
 
     def answer(self) -> None:
-        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it, behind the round
+        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it after the step
         under way."""
-        said, pieces = "", self.talk.answer(self.turns, seed=self.seed)
-        with interrupted() as stopped, held(), closing(pieces), wrapping(out) as show:
-            for round in pieces:
-                said += "".join(round)
+        text, steps = "", self.talk.answer(self.turns, seed=self.seed)
+        with interrupted() as stopped, without_echo(), closing(steps), wrapping(out) as show:
+            for pieces in steps:
+                text += "".join(pieces)
                 rounds = self.talk.last.rounds if self.talk.last else []
-                guessed = rounds[-1].accepted if rounds else 0
-                show("".join(round[:guessed]), ACCEPTED)
-                show("".join(round[guessed:]), "")
+                accepted = rounds[-1].accepted if rounds else 0
+                show("".join(pieces[:accepted]), ACCEPTED)
+                show("".join(pieces[accepted:]), "")
                 if stopped:
                     show(" …", "dim")
                     break
         out.print()
-        self.turns.append({"role": "assistant", "content": said})
+        self.turns.append({"role": "assistant", "content": text})
         self.figures(bool(stopped))
 
     def figures(self, stopped: bool) -> None:
-        """The status line of the last answer, which ends in why it ended."""
-        made = self.talk.last
-        assert made is not None
-        most = self.talk.options.get("max_new_tokens")
-        window = f"the window's {self.talk.target.window:,} tokens are full"
-        length = f"length: {window}" if len(made.tokens) != most else f"length: --max-new-tokens is {most}"
-        ended = "interrupted" if stopped else ENDED.get(made.finish, length)
+        """Print the status line of the last answer, which says last why it ended."""
+        answer = self.talk.last
+        assert answer is not None
+        limit = self.talk.options.get("max_new_tokens")
+        length = f"--max-new-tokens is {limit}"
+        if len(answer.tokens) != limit:
+            length = f"the window's {self.talk.target.window:,} tokens are full"
+        ended = "interrupted" if stopped else ENDED.get(answer.finish, f"length: {length}")
         how = "plain" if self.talk.plain else self.drafter
-        speed = f"{len(made.tokens) / made.seconds.total:.1f} tokens/s"
-        read = f"{len(made.prompt) - self.talk.shared} of {len(made.prompt)} tokens read"
-        figures = f"{how}   τ {made.tau:.2f}   {speed}   {len(made.tokens)} tokens   {read}   {ended}"
+        speed = f"{len(answer.tokens) / answer.seconds.total:.1f} tokens/s"
+        read = f"{len(answer.prompt) - self.talk.shared} of {len(answer.prompt)} tokens read"
+        figures = f"{how}   τ {answer.tau:.2f}   {speed}   {len(answer.tokens)} tokens   {read}   {ended}"
         err.print(figures, style="dim", soft_wrap=not err.is_terminal)
 
-    def last(self) -> str:
-        """Forget the last turn and its answer. Raises ValueError where there is none."""
+    @contextmanager
+    def again(self) -> Iterator[str]:
+        """Yields the last turn, forgotten with its answer. Both come back if another answer fails. Raises
+        ValueError where there is no turn."""
+        before = [*self.turns], self.seed
         asked = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
         if not asked:
             raise ValueError("nothing was said yet")
         text = str(self.turns[asked[-1]]["content"])
         del self.turns[asked[-1] :]
-        return text
-
-    @contextmanager
-    def again(self) -> Iterator[str]:
-        """Yields the last turn, forgotten with its answer. Both come back if another answer fails."""
-        before = [*self.turns], self.seed
         try:
-            yield self.last()
+            yield text
         except ValueError:
             self.turns, self.seed = before
             raise
 
-    def retry(self, rest: str) -> None:
+    def do_retry(self, rest: str) -> None:
         with self.again() as text:
             if not self.T:
                 same = "at temperature 0 no seed changes an answer: it will be the same (/temperature 0.7)"
@@ -217,7 +179,7 @@ class Chat:
             self.seed += 1
             self.say(text)
 
-    def edit(self, rest: str) -> None:
+    def do_edit(self, rest: str) -> None:
         with self.again() as text:
             try:
                 changed = rest or self.ask(text)
@@ -227,10 +189,10 @@ class Chat:
                 raise ValueError("nothing was changed")
             self.say(changed.strip())
 
-    def system(self, rest: str) -> None:
-        talked = self.turns[len(self.opening) :]
+    def do_system(self, rest: str) -> None:
+        turns = self.turns[len(self.opening) :]
         self.opening = [{"role": "system", "content": rest}] if rest else []
-        self.turns = [*self.opening, *talked]
+        self.turns = [*self.opening, *turns]
         out.print("from now on the system says this first" if rest else "no system message")
 
     @property
@@ -238,7 +200,7 @@ class Chat:
         """The temperature of the next answer."""
         return self.talk.temperature
 
-    def temperature(self, rest: str) -> None:
+    def do_temperature(self, rest: str) -> None:
         if not rest:
             out.print(f"temperature {self.T:g}")
             return
@@ -252,7 +214,7 @@ class Chat:
             raise ValueError(what if "convert" in str(error) else str(error)) from error
         out.print(f"temperature {self.T:g}")
 
-    def save(self, rest: str) -> None:
+    def do_save(self, rest: str) -> None:
         if not rest:
             raise ValueError("name a file: /save talk.jsonl")
         path = os.path.expanduser(rest)
@@ -264,18 +226,18 @@ class Chat:
         self.saved.add(path)
         out.print(f"{len(self.turns)} messages in {rest}", soft_wrap=True)
 
-    def plain(self, rest: str) -> None:
+    def do_plain(self, rest: str) -> None:
         self.talk.plain = not self.talk.plain
         out.print("decoding plainly" if self.talk.plain else f"drafting with {self.drafter}")
 
-    def draft_with(self, rest: str) -> None:
+    def do_drafter(self, rest: str) -> None:
         if not rest:
             raise ValueError("name a drafter: /drafter eagle, /drafter ngram, …")
         self.talk.draft_with(rest)
         self.drafter, self.talk.plain = rest, False
         out.print(f"drafting with {rest}")
 
-    def tree(self, rest: str) -> None:
+    def do_tree(self, rest: str) -> None:
         rounds = self.talk.steps
         if not rounds:
             raise ValueError("no answer has taken a round yet")
@@ -285,9 +247,12 @@ class Chat:
         at = int(rest) - 1 if rest else best
         out.print(drawn(rounds[at], at + 1, len(rounds)))
 
-    def new(self, rest: str) -> None:
+    def do_new(self, rest: str) -> None:
         self.turns = [*self.opening]
         out.print("another conversation")
+
+    def do_help(self, rest: str) -> None:
+        out.print(HELP)
 
 
 def drawn(round: "TracedStep", number: int, of: int) -> Tree:
@@ -304,10 +269,8 @@ def drawn(round: "TracedStep", number: int, of: int) -> Tree:
     for slot in range(1, len(round.tokens)):
         if round.tokens[slot] >= 0:
             branches[slot] = branches[round.parents[slot]].add(label(slot))
-    own = Text(f"{round.next_text!r}", "bold") + Text(
-        f"  {100 * round.next_p:.0f} %, the target's own", "dim"
-    )
-    branches[round.accepted[-1]].add(own)
+    share = f"  {100 * round.next_p:.0f} %, the target's own"
+    branches[round.accepted[-1]].add(Text(f"{round.next_text!r}", "bold") + Text(share, "dim"))
     return tree
 
 
@@ -323,8 +286,8 @@ def interrupted() -> Iterator[list[int]]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Keys that are typed in this context are not shown, and wait for the next prompt, but for Ctrl-C."""
+def without_echo() -> Iterator[None]:
+    """Keys typed in this context are not shown. They wait for the next prompt, but for Ctrl-C."""
     if not sys.stdin.isatty():
         yield
         return
@@ -389,14 +352,8 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def asking() -> Callable[[str], str]:
-    """What asks the person for a turn, who may change the text that it is given: an editor of lines at a
-    terminal, plain lines elsewhere."""
-    return editor() if is_terminal() else plainly
-
-
 def plainly(text: str) -> str:
-    """A turn of plain lines; a backslash at a line's end goes on with the next. Raises EOFError."""
+    """A turn of plain lines. A line that ends in a backslash is continued. Raises EOFError."""
     lines = list[str]()
     try:
         while not lines or lines[-1].endswith("\\"):
@@ -408,8 +365,8 @@ def plainly(text: str) -> str:
 
 
 def editor() -> Callable[[str], str]:
-    """The same by prompt_toolkit, where Alt+Enter begins another line, too, pasted lines stay together, and
-    arrows go through what was said before."""
+    """Asks for a turn by prompt_toolkit, and begins with the text that it is given. Alt+Enter begins another
+    line, too, pasted lines stay together, and arrows go through earlier turns."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 

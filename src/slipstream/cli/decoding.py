@@ -1,208 +1,128 @@
-"""demo, tune, doctor: show, choose trees, and find faults."""
+"""demo and generate: answers of a model."""
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from contextlib import nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from slipstream.cli.common import (
-    DIRECTORY,
-    MOST_TEXTS,
-    Compile,
-    Device,
-    DrafterName,
-    Dtype,
-    Files,
-    JsonPath,
-    Limit,
-    MaxNewTokens,
-    Quantize,
-    Seed,
-    TargetName,
-    Temperature,
-    beside,
-    command,
-    deliver,
-    drafters,
-    err,
-    flag,
-    inputs,
-    kept,
-    listed,
-    load,
-    on_questions,
-    on_results,
-    option,
-    out,
-    progress_bar,
-)
-from slipstream.files import check_writable, evenly, read_results
+from slipstream.cli import common as cli
+from slipstream.files import STANDARD, check_writable, read_text, replacing, write_json
 from slipstream.measure.datasets import load_questions
-from slipstream.methods import named
-from slipstream.plotting import check_picture
 from slipstream.provenance import suggested
 
 if TYPE_CHECKING:
+    from slipstream.core.drafter import Drafter
     from slipstream.targets import HFTarget
 
 
-@command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=drafters)
-def demo(
-    target: TargetName = "smollm2",
-    drafter: DrafterName = "auto",
-    questions: Files = [],
-    limit: Limit = 3,
-    max_new_tokens: MaxNewTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-) -> None:
+@cli.command(
+    "demo",
+    "demo --limit 8 --temperature 1",
+    "demo --target ./my-model --dtype float32",
+    takes=f"target drafter questions limit max_new_tokens temperature seed {cli.MACHINE}",
+    lists=cli.drafters,
+    limit=3,
+    max_new_tokens=64,
+)
+def demo(options: cli.Options) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner.
 
     Where passes over several rows round differently, as on a GPU, a near-tie may turn; the
     demo then says so.
     """
-    inputs(target, [drafter], questions)
-    asked = load_questions(questions, limit)
+    drafter = options.drafter
+    cli.inputs(options.target, [drafter], options.questions)
+    questions = load_questions(options.questions, options.limit)
     from slipstream.measure.demo import demo as run
     from slipstream.measure.runner import Runner
 
-    runner = Runner.of(
-        load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
-    )
-    run(runner, drafter, asked, out)
+    settings = (options.max_new_tokens, options.temperature, options.seed)
+    run(Runner.of(options.load(), [drafter], *settings), drafter, questions, cli.out)
     words = 'generate "What is gravity?"'
     words += f" --drafter {shlex.quote(drafter)}" if drafter != "auto" else ""
-    out.print(f"\nnext: {suggested(words)}", soft_wrap=True)
+    cli.out.print(f"\nnext: {suggested(words)}", soft_wrap=True)
 
 
-def _growers() -> str:
-    tuned = (method for method in named() if method.tunes)
-    return listed("[bold]Drafters that grow trees[/bold]", tuned, others=[DIRECTORY])
+CUTS, PENALTIES = "top_k top_p min_p", "repetition_penalty presence_penalty frequency_penalty"
 
 
-Prompts = Annotated[int, on_questions("prompts to measure on, in all", "N", min=1)]
-PROMPTS = 8
-TEXTS = "texts decoded at once; what is found serves the nearest number"
-CONTEXT = "length of the context at which rounds are timed, in tokens (default: the questions')"
-
-
-@command(
-    "tune",
-    "tune --batch 4 --context 1024",
-    "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
-    "tune --drafter draft-model:model=./small",
-    "tune --drafter self-speculative",
-    "tune --measure --plot costs.svg",
-    lists=_growers,
+@cli.command(
+    'generate "What is gravity?"',
+    'generate "What is gravity?" --explain',
+    'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
+    'generate "Who wrote Faust?" --json-schema person.json',
+    "generate - --drafter ngram --json answer.json < long_prompt.txt",
+    takes=f"prompt target drafter draft_model max_new_tokens own_temperature {CUTS} {PENALTIES} seed stop "
+    f"json_schema regex grammar choice law {cli.MACHINE} explain trace json_path",
+    lists=cli.drafters,
+    max_new_tokens=256,
 )
-def tune(
-    target: TargetName = "smollm2",
-    drafter: Annotated[str, option("one of those below", "NAME")] = "auto",
-    questions: Files = [],
-    limit: Prompts = PROMPTS,
-    batch: Annotated[int, on_questions(TEXTS, "N", min=1, max=MOST_TEXTS)] = 1,
-    context: Annotated[int | None, on_questions(CONTEXT, "N", min=1)] = None,
-    measure: Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")] = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    plot: Annotated[str | None, on_results("draw it, as SVG or PNG", "FILE")] = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
+def generate(options: cli.Options) -> None:
+    """Answer one prompt, printed as it is made; figures go to standard error.
 
-    The best tree of each size is kept for auto, whose head this drafter may be, with what auto's
-    rounds cost and bring here: its first answer then measures nothing.
+    The text is the same whatever the drafter: token for token in float32 and bfloat16
+    on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
     """
-    check_picture(plot)
-    check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
-    if measure and (drafter != "auto" or questions or limit != PROMPTS or batch > 1 or context is not None):
-        raise ValueError(
-            "--measure times passes of 1 and of 4 texts behind 128, 512 and 1024 tokens, without a drafter: "
-            "leave --drafter, --questions, --limit, --batch and --context out"
-        )
-    asked = evenly(load_questions(questions), limit)
-    from slipstream.drafters import tuned_home
-    from slipstream.drafters.auto import tuned_head
-    from slipstream.drafters.store import tuned_file
-    from slipstream.measure.results import TuneReport
-    from slipstream.measure.tune import tune as run
+    drafter = cli.with_model(options.drafter, options.draft_model)
+    schema, grammar, trace, json_path = options.json_schema, options.grammar, options.trace, options.json_path
+    reads = cli.inputs(options.target, [drafter], [file for file in (schema, grammar) if file is not None])
+    check_writable(trace, json_path, reads=reads)
+    settings = options.pick(f"{CUTS} {PENALTIES} max_new_tokens seed regex law")
+    settings |= {"temperature": options.own_temperature}
+    settings |= {"json_schema": schema and read_text(schema, "schema")}
+    settings |= {"grammar": grammar and read_text(grammar, "grammar")}
+    settings |= {"stop": options.stop or None, "choice": options.choice or None}
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    from slipstream.engine.costs import explained
+    from slipstream.engine.generate import stream
+    from slipstream.engine.sampling_params import resolve_sampling
 
-    loaded = load(target, dtype, device, compile, quantize)
-    if measure:
-        _measure(loaded, plot, json_path)
-        return
-
-    def show(report: TuneReport) -> None:
-        deliver(report, json_path, plot, report.plot)
-        head = tuned_head(drafter, loaded)
-        for line in report.static_trees(head):
-            beside(json_path, plot).print(line, soft_wrap=True)
-        err.print(f"kept in {tuned_file(tuned_home(head, loaded))}", style="dim", soft_wrap=True)
-
-    with kept(show) as keep, progress_bar(None) as progress:
-        how: dict[str, Any] = {"batch": batch, "context": context, "limit": None}
-        keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
+    target = options.load()
+    temperature = resolve_sampling(target, temperature=options.own_temperature).temperature
+    loaded = _drafter(target, drafter, temperature, options.explain, prompt)
+    aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
+    with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
+        pieces = stream(target, prompt, loaded, **settings, trace=trace_file)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    cuts = [name for name, value in options.pick(CUTS).items() if value is not None and not temperature]
+    _figures(pieces.generation, target.precision, options.law or loaded.law, cuts, json_path)
+    if options.explain:
+        cli.err.print(explained(target, loaded, pieces.tokens))
 
 
-def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> None:
-    """Measure the cost of passes, show it and store it."""
-    from slipstream.measure import cost
+def _drafter(target: "HFTarget", name: str, temperature: float, explain: bool, prompt: str) -> "Drafter":
+    """The drafter, whose first answer measures and compiles nothing. Raises ValueError."""
+    from slipstream.drafters import load_drafter
+    from slipstream.engine.costs import policy
+    from slipstream.engine.generate import stream
 
-    read_results(cost.costs_file())
-    with progress_bar(None) as progress:
-        report = cost.cost_curve(target, progress=progress)
-    try:
-        deliver(report, json_path, plot, report.plot)
-    finally:
-        cost.save_costs(target, report)
-    err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)
+    drafter = load_drafter(name, target, temperature)
+    if explain and not drafter.candidate_trees:
+        raise ValueError(f"drafter {name!r} always grows the same tree: --explain is for auto")
+    if drafter.candidate_trees:
+        with cli.err.status(cli.MEASURING):
+            policy(target, drafter, 1)
+    if target.compiles:
+        with cli.err.status("warming up"):
+            list(stream(target, prompt, drafter, max_new_tokens=4))
+    return drafter
 
 
-AT_ONCE = "answers that are made at once"
-USED = "length of your texts, in tokens (default: the questions')"
+def _figures(answer: Any, precision: str, law: str, idle: list[str], json_path: str | None) -> None:
+    """Print an answer's figures, and the options that had no effect."""
+    from slipstream.engine.generate import LOSSY
 
-
-@command(
-    "doctor",
-    "doctor --drafter runs/eagle --temperature 0.7",
-    "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
-    lists=drafters,
-)
-def doctor(
-    target: TargetName = "smollm2",
-    drafter: DrafterName = "auto",
-    questions: Files = [],
-    limit: Prompts = 8,
-    max_new_tokens: MaxNewTokens = 32,
-    temperature: Temperature = 0.0,
-    batch: Annotated[int, on_questions(AT_ONCE, "N", min=1, max=MOST_TEXTS)] = 1,
-    context: Annotated[int | None, on_questions(USED, "N", min=1)] = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Find out why drafting is slow or guesses badly, and what to do about it.
-
-    A few short answers are decoded and measured: their framing, the head's guesses as they are and with other
-    states and positions, and what passes cost here. It takes about a minute. Exit code 1 if a fault was
-    found.
-    """
-    check_writable(json_path, reads=inputs(target, [drafter], questions))
-    asked = load_questions(questions)
-    from slipstream.measure.doctor.doctor import STEPS, doctor as run
-
-    how: Any = {"temperature": temperature, "batch": batch, "context": context, "limit": limit}
-    with progress_bar(STEPS) as progress:
-        loaded = load(target, dtype, device, compile, quantize)
-        report = run(loaded, drafter, asked, **how, max_new_tokens=max_new_tokens, progress=progress)
-    deliver(report, json_path)
-    if report.found:
-        raise typer.Exit(1)
+    speed = f"τ {answer.tau:.2f}   {len(answer.tokens) / answer.seconds.total:.1f} tokens/s"
+    cli.err.print(f"{len(answer.tokens)} tokens ({answer.finish})   {speed}   {precision}", style="dim")
+    if idle:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        cli.err.print(f"at temperature 0 nothing is sampled: {options} without effect", style="yellow")
+    if law == LOSSY and answer.sampling.temperature:
+        warning = "lossy: typical acceptance keeps tokens that the target would not have drawn"
+        cli.err.print(warning, style="yellow")
+    if json_path is not None:
+        fields = {name: getattr(answer, name) for name in ("text", "tokens", "finish", "tau")}
+        passes = {"law": law, "target_passes": len(answer.rounds), "seconds": vars(answer.seconds)}
+        write_json(json_path, fields | passes)

@@ -1,137 +1,128 @@
-"""bench, certify, reproduce: measure, prove, and hold the papers' tables against what is found here."""
+"""bench, certify, tune, doctor, reproduce, report: measure, prove, choose trees, find faults, and show it."""
 
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os.path import exists
+from pkgutil import resolve_name
+from typing import Any
 
 import typer
 
-from slipstream.cli.common import (
-    MOST_TEXTS,
-    Compile,
-    Device,
-    DrafterNames,
-    DraftModelName,
-    Dtype,
-    Files,
-    JsonPath,
-    Limit,
-    MaxNewTokens,
-    Quantize,
-    Resume,
-    Seed,
-    TargetName,
-    TargetNames,
-    command,
-    deliver,
-    drafters,
-    err,
-    inputs,
-    kept,
-    load,
-    on_questions,
-    on_results,
-    on_sampling,
-    option,
-    out,
-    progress_bar,
-    storing,
-    unfinished,
-    with_model,
-)
-from slipstream.files import check_writable
+from slipstream.cli import common as cli
+from slipstream.files import STANDARD, check_writable, evenly, read_results, replacing
 from slipstream.measure.datasets import load_questions
+from slipstream.methods import named
 from slipstream.plotting import check_picture
 
-SEVERAL = "0 is greedy; repeatable"
-PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
-BATCHES = "questions that are asked at once; repeatable"
 BENCH, SWEEP = "slipstream.measure.results:BenchReport", "slipstream.measure.results:Sweep"  # results
 CERTIFICATE = "slipstream.measure.results:Certificate"
 REPRODUCED = "slipstream.measure.papers.reproduce_report:ReproduceReport"
-Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
 
-@command(
+@contextmanager
+def reported(
+    json_path: str | None, show: Callable[[Any], Any] | None = None
+) -> Iterator[Callable[..., None]]:
+    """Yields a function that takes reports. A report of a run under way is written to --json. The others are
+    shown at the end, by default printed and written, even where an error ends the work."""
+    from slipstream.measure.resume import UNFINISHED
+
+    reports: list[Any] = []
+
+    def take(report: Any) -> None:
+        if report.stopped != UNFINISHED:
+            reports.append(report)
+        elif json_path is not None and json_path not in STANDARD:
+            report.write(json_path)
+
+    try:
+        yield take
+    finally:
+        for report in reports:
+            show(report) if show else cli.deliver(report, json_path)
+            if report.stopped is not None:
+                text = "stopped early: these are the figures of what was done until then"
+                cli.err.print(text, style="yellow")
+
+
+def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
+    """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
+    a result of none of these kinds, each of which is "module:Class"."""
+    if not resume:
+        return None
+    if json_path is None or json_path in STANDARD:
+        raise ValueError("--resume goes on with the run in --json: give --json FILE")
+    if not exists(json_path):
+        return None
+    errors = []
+    for kind in kinds:
+        try:
+            return resolve_name(kind).read(json_path)
+        except ValueError as error:
+            errors.append(error)
+    fix = "name a run of this command, or another file"
+    raise ValueError(f"--json {json_path}: {errors[0]}: {fix}") from errors[0]
+
+
+@cli.command(
     "bench --drafter ngram --limit 2",
     "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
     "bench --drafter auto --questions hf:openai/gsm8k:test --limit 20 --json out.json --resume",
     "bench --drafter ngram --temperature 0 --temperature 1 --batch 1 --batch 4 --json out.json",
-    lists=drafters,
+    takes="targets drafters draft_model questions limit max_new_tokens temperatures batches seed "
+    f"{cli.MACHINE} plot json_path resume",
+    lists=cli.drafters,
 )
-def bench(
-    target: TargetNames = ["smollm2"],
-    drafter: DrafterNames = ["auto"],
-    draft_model: DraftModelName = None,
-    questions: Files = [],
-    limit: Limit = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperatures: Temperatures = [0.0],
-    batch: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1, max=MOST_TEXTS)] = [1],
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    plot: Annotated[str | None, on_results(PLOT, "FILE")] = None,
-    json_path: JsonPath = None,
-    resume: Resume = False,
-) -> None:
+def bench(options: cli.Options) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
     prompts.
 
     Several targets, temperatures or numbers of texts make one run each, and one file in all.
     """
-    drafter = [with_model(each, draft_model) for each in drafter]
+    drafters = [cli.with_model(drafter, options.draft_model) for drafter in options.drafters]
+    plot, json_path = options.plot, options.json_path
+    batches, temperatures = options.batches, options.temperatures
     check_picture(plot)
-    check_writable(plot, json_path, reads=inputs(target, drafter, questions))
-    asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
-    several = len(target) * len(temperatures) * len(batch) > 1
-    begun: Any = unfinished(resume, json_path, *([] if several else [BENCH]), SWEEP)
+    check_writable(plot, json_path, reads=cli.inputs(options.targets, drafters, options.questions))
+    questions = load_questions(options.questions, options.limit)
+    several = len(options.targets) * len(temperatures) * len(batches) > 1
+    begun: Any = unfinished(options.resume, json_path, *([] if several else [BENCH]), SWEEP)
     from slipstream.measure.bench import bench as run, steps, sweep
     from slipstream.measure.report.pictures import draw_run, draw_sweep
     from slipstream.measure.results import Sweep
 
     several |= isinstance(begun, Sweep)  # to which one run is added
-    each = sum(steps(asked, others, texts) for texts in batch) * len(temperatures)
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "begun": begun}
-    each *= len(target)
+    others = len(set(drafters) - {"vanilla"})
+    total = sum(steps(questions, others, batch) for batch in batches)
+    total *= len(temperatures) * len(options.targets)
 
     def show(report: Any) -> None:
-        deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
+        cli.deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
 
-    with kept(show) as keep, progress_bar(each) as progress:
-        how |= {"progress": progress, "keep": storing(keep, json_path)}
-        targets = (load(name, dtype, device, compile, quantize) for name in target)
+    with reported(json_path, show) as keep, cli.progress_bar(total) as progress:
+        settings = options.pick("max_new_tokens seed")
+        settings |= {"begun": begun, "progress": progress, "keep": keep}
+        targets = (cli.load(name, **options.pick(cli.MACHINE)) for name in options.targets)
         if several:
-            keep(sweep(targets, drafter, asked, temperatures=temperatures, batches=batch, **how))
+            settings |= {"temperatures": temperatures, "batches": batches}
+            keep(sweep(targets, drafters, questions, **settings))
         else:
-            keep(run(next(targets), drafter, asked, temperature=temperatures[0], batch=batch[0], **how))
+            settings |= {"temperature": temperatures[0], "batch": batches[0]}
+            keep(run(next(targets), drafters, questions, **settings))
 
 
-DRAWS = "answers of each distribution test, at T > 0"
-
-
-@command(
+@cli.command(
     "certify --limit 4",
     "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
     "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
-    lists=drafters,
+    takes="target drafters questions limit max_new_tokens temperatures draws seed "
+    f"{cli.MACHINE} json_path resume",
+    lists=cli.drafters,
+    limit=20,
+    temperatures=[0.0, 1.0],
+    dtype="float32",
 )
-def certify(
-    target: TargetName = "smollm2",
-    drafter: DrafterNames = ["auto"],
-    questions: Files = [],
-    limit: Limit = 20,
-    max_new_tokens: MaxNewTokens = 128,
-    temperatures: Temperatures = [0.0, 1.0],
-    draws: Annotated[int, on_sampling(DRAWS, "N", min=1)] = 64,
-    seed: Seed = 0,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    json_path: JsonPath = None,
-    resume: Resume = False,
-) -> None:
+def certify(options: cli.Options) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
 
     On a CPU in float32 and bfloat16 no token may differ, because a row of a pass has the same
@@ -145,87 +136,181 @@ def certify(
 
     slipstream report shows the JSON as a page.
     """
-    check_writable(json_path, reads=inputs(target, drafter, questions))
-    asked = load_questions(questions, limit)
-    begun = unfinished(resume, json_path, CERTIFICATE)
+    json_path = options.json_path
+    check_writable(json_path, reads=cli.inputs(options.target, options.drafters, options.questions))
+    questions = load_questions(options.questions, options.limit)
+    settings = options.pick("temperatures max_new_tokens seed draws")
+    settings["begun"] = unfinished(options.resume, json_path, CERTIFICATE)
     from slipstream.measure.certify import certify as run
 
-    how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "draws": draws}
-
-    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
-        loaded = load(target, dtype, device, compile, quantize)
-        how |= {"begun": begun, "progress": progress, "keep": storing(keep, json_path)}
-        report = run(loaded, drafter, asked, **how)
+    with reported(json_path) as keep, cli.progress_bar(None) as progress:
+        report = run(options.load(), options.drafters, questions, **settings, progress=progress, keep=keep)
         keep(report)
     if not report.certified:
         raise typer.Exit(1)
 
 
-TABLES = "such as eagle-table-1 (default: all); --list shows them"
-SETS = "questions of a set, as xsum=FILE; repeatable (default: what ships)"
-HEADS = "a head's directory, as eagle=runs/eagle; repeatable"
-LISTING = "show all tables and figures, and which stand in the file of --json"
-UNTIMED = "leave out what takes time: τ and acceptance alone"
+def _tunable() -> str:
+    methods = (method for method in named() if method.tunes)
+    return cli.listed("[bold]Drafters that grow trees[/bold]", methods, cli.DIRECTORY)
 
 
-@command(
+@cli.command(
+    "tune",
+    "tune --batch 4 --context 1024",
+    "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
+    "tune --drafter draft-model:model=./small",
+    "tune --drafter self-speculative",
+    "tune --measure --plot costs.svg",
+    takes=f"target tuned_drafter questions prompt_count batch context measure {cli.MACHINE} "
+    "tuned_plot json_path",
+    lists=_tunable,
+)
+def tune(options: cli.Options) -> None:
+    """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
+
+    The best tree of each size is kept for auto, whose head this drafter may be, with what auto's
+    rounds cost and bring here: its first answer then measures nothing.
+    """
+    drafter, plot, json_path = options.tuned_drafter, options.tuned_plot, options.json_path
+    check_picture(plot)
+    check_writable(plot, json_path, reads=cli.inputs(options.target, [drafter], options.questions))
+    unused = options.pick("tuned_drafter questions prompt_count batch context")
+    if options.measure and unused != cli.Options().pick(" ".join(unused)):
+        raise ValueError(
+            "--measure times passes of 1 and of 4 texts behind 128, 512 and 1024 tokens, without a drafter: "
+            "leave --drafter, --questions, --limit, --batch and --context out"
+        )
+    questions = evenly(load_questions(options.questions), options.prompt_count)
+    from slipstream.drafters import tuned_home
+    from slipstream.drafters.auto import tuned_head
+    from slipstream.drafters.store import tuned_file
+    from slipstream.measure import cost
+    from slipstream.measure.tune import tune as run
+
+    target = options.load()
+    if options.measure:
+        read_results(cost.costs_file())
+        with cli.progress_bar(None) as progress:
+            curve = cost.cost_curve(target, progress=progress)
+        try:
+            cli.deliver(curve, json_path, plot, curve.plot)
+        finally:
+            cost.save_costs(target, curve)
+        cli.err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)
+        return
+
+    def show(report: Any) -> None:
+        cli.deliver(report, json_path, plot, report.plot)
+        head = tuned_head(drafter, target)
+        for line in report.static_trees(head):
+            cli.console_for(json_path, plot).print(line, soft_wrap=True)
+        cli.err.print(f"kept in {tuned_file(tuned_home(head, target))}", style="dim", soft_wrap=True)
+
+    with reported(json_path, show) as keep, cli.progress_bar(None) as progress:
+        settings: Any = options.pick("batch context") | {"limit": None}
+        keep(run(target, drafter, questions, **settings, progress=progress, keep=keep))
+
+
+@cli.command(
+    "doctor",
+    "doctor --drafter runs/eagle --temperature 0.7",
+    "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
+    takes="target drafter questions prompt_count max_new_tokens temperature answers_at_once own_context "
+    f"{cli.MACHINE} json_path",
+    lists=cli.drafters,
+    max_new_tokens=32,
+)
+def doctor(options: cli.Options) -> None:
+    """Find out why drafting is slow or guesses badly, and what to do about it.
+
+    A few short answers are decoded and measured: their framing, the head's guesses as they are and with other
+    states and positions, and what passes cost here. It takes about a minute. Exit code 1 if a fault was
+    found.
+    """
+    drafter, json_path = options.drafter, options.json_path
+    check_writable(json_path, reads=cli.inputs(options.target, [drafter], options.questions))
+    questions = load_questions(options.questions)
+    from slipstream.measure.doctor.doctor import STEPS, doctor as run
+
+    settings: Any = options.pick("temperature max_new_tokens")
+    settings |= {"batch": options.answers_at_once, "context": options.own_context}
+    with cli.progress_bar(STEPS) as progress:
+        target = options.load()
+        report = run(target, drafter, questions, **settings, limit=options.prompt_count, progress=progress)
+    cli.deliver(report, json_path)
+    if report.found:
+        raise typer.Exit(1)
+
+
+@cli.command(
     "reproduce --list",
     "reproduce eagle-table-1 eagle-table-2 --set gsm8k=gsm8k.jsonl --json tables.json",
     "reproduce --no-speed --set mt_bench=mt_bench.jsonl --json tables.json --resume",
     "reproduce fasteagle-table-2 --head parallel=runs/parallel --head nofeature=runs/nofeature",
+    takes=f"names target sets heads limit max_new_tokens speed seed {cli.MACHINE} json_path resume listing",
+    limit=20,
+    max_new_tokens=64,
 )
-def reproduce(
-    names: Annotated[list[str], typer.Argument(help=TABLES, metavar="NAME…", show_default=False)] = [],
-    target: TargetName = "smollm2",
-    sets: Annotated[list[str], on_questions(SETS, "NAME=FILE", "--set")] = [],
-    heads: Annotated[list[str], option(HEADS, "NAME=DIR", "--head")] = [],
-    limit: Limit = 20,
-    max_new_tokens: MaxNewTokens = 64,
-    speed: Annotated[bool, on_results(UNTIMED, None, "--speed/--no-speed")] = True,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    json_path: JsonPath = None,
-    resume: Resume = False,
-    listing: Annotated[bool, on_results(LISTING, None, "--list")] = False,
-) -> None:
+def reproduce(options: cli.Options) -> None:
     """Measure the papers' tables and figures on your target, beside the papers' own figures.
 
     Each relation that a table shows holds, does not hold, or is undecided, by intervals over
     questions. Fewer than 20 questions of 64 tokens are marked as smoke.
     """
-    own, where = _pairs(sets, "--set"), _pairs(heads, "--head")
+    sets, heads = _pairs(options.sets, "--set"), _pairs(options.heads, "--head")
+    listing, json_path = options.listing, options.json_path
     if not listing:
-        check_writable(json_path, reads=inputs(target, [*where.values()], [*own.values()]))
-    begun = unfinished((listing and json_path is not None) or resume, json_path, REPRODUCED)
+        check_writable(json_path, reads=cli.inputs(options.target, [*heads.values()], [*sets.values()]))
+    begun = unfinished((listing and json_path is not None) or options.resume, json_path, REPRODUCED)
     from slipstream.measure.papers.reproduce import listed, reproduce as run, wanted
 
     if listing:
-        out.print(listed(begun))
+        cli.out.print(listed(begun))
         return
-    wanted(names, own, where, limit)
-    how: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "speed": speed, "seed": seed}
-    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
-        loaded = load(target, dtype, device, compile, quantize)
-        how |= {"sets": own, "heads": where, "begun": begun, "progress": progress}
+    wanted(options.names, sets, heads, options.limit)
+    settings = options.pick("limit max_new_tokens speed seed") | {"sets": sets, "heads": heads}
+    with reported(json_path) as keep, cli.progress_bar(None) as progress:
 
-        def announce(told: str, steps: int) -> None:
-            err.print(told, soft_wrap=True)
+        def announce(text: str, steps: int) -> None:
+            cli.err.print(text, soft_wrap=True)
             progress("", 0, of=steps)
 
-        how |= {"announce": announce, "keep": storing(keep, json_path)}
-        keep(run(loaded, names, **how))
+        settings |= {"begun": begun, "progress": progress, "announce": announce, "keep": keep}
+        keep(run(options.load(), options.names, **settings))
 
 
-def _pairs(given: list[str], option: str) -> dict[str, str]:
+def _pairs(words: list[str], option: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not (name and equals and value):
-            raise ValueError(f"{option} {each}: give NAME=PATH, such as gsm8k=gsm8k.jsonl")
+    for word in words:
+        name, _, value = word.partition("=")
+        if not (name and value):
+            raise ValueError(f"{option} {word}: give NAME=PATH, such as gsm8k=gsm8k.jsonl")
         if name in pairs:
             raise ValueError(f"{option} {name} is given twice, {pairs[name]} and {value}: give one")
         pairs[name] = value
     return pairs
+
+
+@cli.command(
+    "report bench.json",
+    "report before.json after.json --out both.html",
+    "report bench.json answer.jsonl",
+    "report certificate.json --out certificate.html",
+    takes="pages page",
+)
+def report(options: cli.Options) -> None:
+    """Make one HTML page of runs, certificates and traces: tables, pictures, and answers round by round.
+
+    The page needs no other file and no network. Several runs are compared, two at a time. Each
+    round of an answer shows the tree that was drafted, and what the target made of it.
+    """
+    path = options.page
+    check_writable(path, reads=cli.inputs(files=options.pages))
+    from slipstream.measure.report.page import page
+
+    html = page(options.pages)
+    with replacing(path) as file:
+        file.write(html)
+    if path not in STANDARD:
+        cli.err.print(f"{path}: {len(html.encode()) / 1000:,.0f} kB", style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The server: routes, and what guards them."""
+"""The server: its limits, its routes, and how a request becomes texts of the engine."""
 
 import asyncio
 import json
@@ -25,12 +25,11 @@ from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.target import Target
 from slipstream.engine.request import Request as TextRequest
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.serve.bias import Bias
 from slipstream.serve.guard import API_KEY, Guard
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole, until_gone
-from slipstream.serve.schema import Asked, ChatCompletion, Completion
+from slipstream.serve.schema import Bias, ChatCompletion, Completion
 from slipstream.serve.tools import Calls
 from slipstream.serve.worker import Busy, Ended, Update, Worker
 from slipstream.targets.grammar import Beyond, read_grammar
@@ -38,6 +37,7 @@ from slipstream.targets.prompts import check_readable, checked_ids, encode
 
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 PLAIN = "vanilla"
+Body = Completion | ChatCompletion
 LITTLE, LARGE = GrammarLimits(seconds=0.25, memory=16), 2  # of most grammars; others that are read at once
 
 
@@ -101,16 +101,15 @@ class Server:
         SamplingParams.of(target)  # what its generation_config asks for can be honoured
         self.name = name or target.name
         self.context = limits.tokens(target)
-        self.worker = Worker(
-            target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
-        )
+        rows, queue, keep = limits.rows, limits.queue, limits.keep
+        self.worker = Worker(target, drafter, rows, self.context, queue, self._post, keep)
         self.metrics = Metrics(lambda: self.worker.running, lambda: self.worker.waiting)
         self._longest = max(map(len, self.text.vocabulary))  # characters of a token
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
         self._reader = ThreadPoolExecutor(1, "prompts")  # one thread: a tokenizer is not for several
         # Threads that wait for processes, so that no grammar waits for another.
-        self._grammars = ThreadPoolExecutor(limits.rows + limits.queue, "grammars")
+        self._grammars = ThreadPoolExecutor(rows + queue, "grammars")
         self._large = threading.Semaphore(LARGE)
         self._loop: asyncio.AbstractEventLoop | None = None
         app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
@@ -123,10 +122,8 @@ class Server:
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/v1/completions")(self.completions)
         app.post("/v1/chat/completions")(self.chat)
-        app.exception_handler(Refused)(_refused)
-        app.exception_handler(RequestValidationError)(_invalid)
-        app.exception_handler(HTTPException)(_http)
-        app.exception_handler(Exception)(_broken)
+        for kind in (Refused, RequestValidationError, HTTPException, Exception):
+            app.add_exception_handler(kind, _failed)
         self.app = Guard(app, hosts, keys, limits.body, limits.seconds, log, self.metrics)
 
     @asynccontextmanager
@@ -164,66 +161,46 @@ class Server:
 
     async def models(self) -> dict[str, Any]:
         """The models that are served: one."""
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [await self.model(self.name)]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """One of them."""
         self._check_model(name)
-        return self._model()
+        fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
+        own = {"precision": self.target.precision, "exactness": self.target.exactness, "drafter": self.spec}
+        return fields | {"max_model_len": self.context} | own
 
-    def _model(self) -> dict[str, Any]:
-        made = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
-        more = {"precision": self.target.precision, "exactness": self.target.exactness, "drafter": self.spec}
-        return made | {"max_model_len": self.context} | more
-
-    async def completions(self, asked: Completion, request: Request) -> Response:
+    async def completions(self, body: Completion, request: Request) -> Response:
         """Continue text as it stands."""
-        return await self._reply(asked, request, False, partial(self._completion_prompts, asked))
+        return await self._reply(body, request)
 
-    async def chat(self, asked: ChatCompletion, request: Request) -> Response:
+    async def chat(self, body: ChatCompletion, request: Request) -> Response:
         """Answer messages, through the target's chat template."""
         if not self.text.has_chat:
             raise Refused(f"{self.target.name} has no chat template: ask /v1/completions")
-        if asked.offered and not self.text.calls_tools:
-            fault = (
-                f"the chat template of {self.target.name} has no tools, or not as <tool_call>: leave them out"
-            )
-            raise Refused(fault, param="tools")
-        return await self._reply(
-            asked, request, True, lambda: [encode(self.target, asked.turns, asked.offered)]
-        )
+        if body.offered and not self.text.calls_tools:
+            fault = f"the chat template of {self.target.name} has no tools, or not as <tool_call>"
+            raise Refused(f"{fault}: leave them out", param="tools")
+        return await self._reply(body, request)
 
-    def _completion_prompts(self, asked: Completion) -> list[list[int]]:
-        prompts = []
-        for each in asked.prompts:
-            check_readable(each, "the prompt")
-            ids = self.text.ids(each, special=True) if isinstance(each, str) else each
-            if not ids:
-                raise ValueError("the prompt is empty: give at least one token")
-            prompts.append(checked_ids(ids, self.target.vocab))
-        return prompts
-
-    async def _reply(
-        self, asked: Asked, request: Request, chat: bool, prompts: Callable[[], list[list[int]]]
-    ) -> Reply:
+    async def _reply(self, body: Body, request: Request) -> Reply:
         """Queue what is asked for. Raises Refused."""
-        self._check_model(asked.model)
-        self._check_size(asked)
-        if asked.drafter not in (None, PLAIN, self.spec):
-            fault = f"drafter is {asked.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
+        self._check_model(body.model)
+        self._check_size(body)
+        if body.drafter not in (None, PLAIN, self.spec):
+            fault = f"drafter is {body.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
             raise Refused(fault, param="drafter")
-        if asked.trace and self.worker.engine.drafter.remembers:
+        if body.trace and self.worker.engine.drafter.remembers:
             fault = f"the guesses of {self.spec!r} are of other requests' answers, which a trace would show"
             raise Refused(fault, param="trace")
-        seed = secrets.randbits(53) if asked.seed is None else asked.seed
+        seed = secrets.randbits(53) if body.seed is None else body.seed
         ticket = Ticket(self.worker, self.metrics)
         loop = asyncio.get_running_loop()
         try:
-            grammar = await self._grammar(asked, request)
-            what = asked, chat, seed, prompts, ticket, grammar
-            requests = await loop.run_in_executor(self._reader, self._requests, *what)
+            grammar = await self._grammar(body, request)
+            requests = await loop.run_in_executor(self._reader, self._requests, body, seed, ticket, grammar)
             for each in requests:  # Python's hash of texts is keyed by a secret of the process
-                each.salt = hash((request.scope.get(API_KEY), asked.prompt_cache_key))
+                each.salt = hash((request.scope.get(API_KEY), body.prompt_cache_key))
             ticket.submit(requests)
         except ValueError as error:
             raise Refused(str(error)) from error
@@ -232,39 +209,37 @@ class Server:
         except Busy as error:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
             raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
-        form = Form(chat, self.name, seed, self.fingerprint, self.text)
-        if isinstance(asked, ChatCompletion):
-            names = {tool["function"]["name"] for tool in asked.offered}
-            several = asked.parallel_tool_calls is not False
-            form.calls = partial(Calls, names, several) if names else None
-        elif isinstance(asked, Completion) and asked.echo:
-            said = [self.text.decode(each) if isinstance(each, list) else each for each in asked.prompts]
-            form.echoes = [each for each in said for _ in range(asked.n or 1)]
-        if not asked.stream:
+        form = Form(isinstance(body, ChatCompletion), self.name, seed, self.fingerprint, self.text)
+        if isinstance(body, ChatCompletion):
+            names = {tool["function"]["name"] for tool in body.offered}
+            form.calls = partial(Calls, names, body.parallel_tool_calls is not False) if names else None
+        elif body.echo:
+            texts = [row if isinstance(row, str) else self.text.decode(row) for row in body.prompts]
+            form.echoes = [text for text in texts for _ in range(body.n or 1)]
+        if not body.stream:
             return Whole(ticket, form, self.limits.seconds)
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        usage = body.stream_options is not None and body.stream_options.include_usage
         return Events(ticket, form, self.limits.seconds, usage)
 
-    async def _grammar(self, asked: Asked, request: Request) -> Grammar | None:
+    async def _grammar(self, body: Body, request: Request) -> Grammar | None:
         """The grammar that is asked for, if one is, read while the client waits and others are answered.
         Raises ValueError; Refused if the client leaves, or after the time that a request may take."""
-        if not asked.bounds:
+        if not body.bounds:
             return None
-        ((kind, source),) = asked.bounds.items()
-        gone, eos = threading.Event(), SamplingParams.of(self.target).eos
-        what = kind, source, eos, gone
+        ((kind, source),) = body.bounds.items()
+        gone, eos, limit = threading.Event(), SamplingParams.of(self.target).eos, self.limits.seconds
         loop = asyncio.get_running_loop()
-        reading: asyncio.Future[Any] = loop.run_in_executor(self._grammars, self._read_grammar, *what)
-        left: asyncio.Future[Any] = asyncio.ensure_future(until_gone(request.receive))
+        reading = loop.run_in_executor(self._grammars, self._read_grammar, kind, source, eos, gone)
+        left = asyncio.ensure_future(until_gone(request.receive))
+        waiting: list[asyncio.Future[Any]] = [reading, left]
         try:
-            most = self.limits.seconds
-            await asyncio.wait([reading, left], timeout=most, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 return await reading
             if left.done():
                 request.scope["slipstream"]["ended"] = "the client left"
                 raise Refused("the client left", 499)
-            fault = f"the grammar could not be read in {most:g} s, this server's limit"
+            fault = f"the grammar could not be read in {limit:g} s, this server's limit"
             raise Refused(fault, 504, "timeout", x_should_retry="false")  # it would take as long once more
         finally:
             gone.set()
@@ -274,42 +249,47 @@ class Server:
     def _read_grammar(self, kind: str, source: Any, eos: frozenset[int], gone: threading.Event) -> Grammar:
         """Most grammars take little. Those that take more are read again a few at a time, as there is not
         memory for many."""
-        most = self.limits.grammar
-        little = GrammarLimits(min(LITTLE.seconds, most.seconds), min(LITTLE.memory, most.memory))
+        limits = self.limits.grammar
+        little = GrammarLimits(min(LITTLE.seconds, limits.seconds), min(LITTLE.memory, limits.memory))
         with suppress(Beyond):
             return read_grammar(self.target, kind, source, eos, little, gone)
         with self._large:
-            return read_grammar(self.target, kind, source, eos, most, gone)
+            return read_grammar(self.target, kind, source, eos, limits, gone)
 
-    def _requests(
-        self,
-        asked: Asked,
-        chat: bool,
-        seed: int,
-        prompts: Callable[[], list[list[int]]],
-        ticket: Ticket,
-        grammar: Grammar | None,
-    ) -> list[TextRequest]:
+    def _requests(self, body: Body, seed: int, ticket: Ticket, grammar: Grammar | None) -> list[TextRequest]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
-        rows = [prompt for prompt in prompts() for _ in range(asked.n or 1)]
-        new = asked.tokens or (self._unasked if chat else COMPLETION_TOKENS)
-        bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
+        rows = [prompt for prompt in self._prompts(body) for _ in range(body.n or 1)]
+        config, chat = self.target.generation_config, isinstance(body, ChatCompletion)
+        limited = config.max_new_tokens is not None or config.max_length is not None
+        room = None if limited else self.context  # of a chat's answer where the request does not say
+        bias = [Bias.of(body.logit_bias, self.target.vocab)] if body.logit_bias else []
         params = SamplingParams.of(
-            self.target, new, seed=seed, processors=bias, grammar=grammar, **asked.sampling()
+            self.target,
+            body.tokens or (room if chat else COMPLETION_TOKENS),
+            seed=seed,
+            processors=bias,
+            grammar=grammar,
+            **body.sampling(),
         )
-        fields: Any = {"streams": True, "plain": asked.drafter == PLAIN, "tell": ticket.hear}
-        fields |= {"most_likely": asked.most_likely, "traced": bool(asked.trace)}
+        fields: Any = {"streams": True, "plain": body.drafter == PLAIN, "tell": ticket.hear}
+        fields |= {"most_likely": body.most_likely, "traced": bool(body.trace)}
         return [
-            params.request(i, prompt, self._limit(params, prompt, asked.tokens), **fields)
+            params.request(i, prompt, self._limit(params, prompt, body.tokens), **fields)
             for i, prompt in enumerate(rows)
         ]
 
-    @property
-    def _unasked(self) -> int | None:
-        """Tokens of a chat's answer where the request does not say: as many as there is room for, unless the
-        target's generation_config says."""
-        config = self.target.generation_config
-        return self.context if config.max_new_tokens is None and config.max_length is None else None
+    def _prompts(self, body: Body) -> list[list[int]]:
+        """The prompts of a request as tokens. Raises ValueError."""
+        if isinstance(body, ChatCompletion):
+            return [encode(self.target, body.turns, body.offered)]
+        rows = []
+        for prompt in body.prompts:
+            check_readable(prompt, "the prompt")
+            ids = self.text.ids(prompt, special=True) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token")
+            rows.append(checked_ids(ids, self.target.vocab))
+        return rows
 
     def _limit(self, params: SamplingParams, prompt: list[int], wanted: int | None) -> int:
         """The most tokens that an answer may have. Raises Refused if the context is too short."""
@@ -323,10 +303,10 @@ class Server:
             raise Refused(fault, code="context_length_exceeded")
         return min(params.limit(prompt), room)
 
-    def _check_size(self, asked: Asked) -> None:
+    def _check_size(self, body: Body) -> None:
         """Raises Refused for what is too much, before anything is tokenised: all others wait for that."""
-        sizes, most = asked.sizes, self.limits.rows + self.limits.queue
-        if (count := len(sizes) * (asked.n or 1)) > most:
+        sizes, most = body.sizes, self.limits.rows + self.limits.queue
+        if (count := len(sizes) * (body.n or 1)) > most:
             raise Refused(f"{count} texts are asked for; this server takes at most {most} at once")
         for characters, tokens in sizes:
             if (least := max(tokens, ceil(characters / self._longest))) > self.context:
@@ -345,35 +325,47 @@ def _tell(updates: list[Update]) -> None:
             update.request.tell(update)
 
 
-async def _refused(request: Request, error: Any) -> Response:
+async def _failed(request: Request, error: Any) -> Response:
+    """Every failure is OpenAI's error."""
+    if isinstance(error, RequestValidationError):
+        error = _invalid(error)
+    elif isinstance(error, HTTPException):
+        detail, cause = str(error.detail), error.__cause__
+        if isinstance(cause, UnicodeDecodeError):
+            detail = "the body is not UTF-8 text"
+        elif isinstance(cause, (ValueError, RecursionError)):  # too many digits, or too many brackets
+            detail = f"the body cannot be read as JSON: {str(cause).split(';')[0]}"
+        error = Refused(detail, error.status_code, **(error.headers or {}))
+    elif not isinstance(error, Refused):
+        error = Refused(f"{type(error).__name__}: {error}", 500, "server_error")
     return error.response()
 
 
-async def _invalid(request: Request, error: Any) -> Response:
+def _invalid(error: RequestValidationError) -> Refused:
     """The first fault of a body, in one line; where a value may be of several kinds, the faults of each."""
     faults = error.errors()
     first, place = faults[0], faults[0]["loc"]
     if first["type"] == "json_invalid":
-        return Refused(f"the body is no JSON: {first['ctx']['error']} at character {place[1]}").response()
+        return Refused(f"the body is no JSON: {first['ctx']['error']} at character {place[1]}")
     if isinstance(error.body, bytes):
-        return Refused("the body is read as JSON: send the header Content-Type: application/json").response()
+        return Refused("the body is read as JSON: send the header Content-Type: application/json")
     if first["type"] == "missing" and len(place) == 1:
-        return Refused("the body is empty: send a JSON object").response()
+        return Refused("the body is empty: send a JSON object")
     if first["type"] == "model_attributes_type" and len(place) == 1:
-        return Refused(f"the body is {_short(error.body)}: send a JSON object").response()
-    same = [each for each in faults if len(place) > 2 and each["loc"][: len(place) - 1] == place[:-1]]
-    message = "; ".join(map(_told, same[:4] or [first]))
-    return Refused(message, param=str(place[1]) if len(place) > 1 else None).response()
+        return Refused(f"the body is {_short(error.body)}: send a JSON object")
+    same = [fault for fault in faults if len(place) > 2 and fault["loc"][: len(place) - 1] == place[:-1]]
+    message = "; ".join(map(_described, same[:4] or [first]))
+    return Refused(message, param=str(place[1]) if len(place) > 1 else None)
 
 
-def _told(fault: dict[str, Any]) -> str:
+def _described(fault: dict[str, Any]) -> str:
     """Where a fault is, and what it is."""
     where = ".".join(map(str, fault["loc"][1:]))
-    message, given = fault["msg"].removeprefix("Value error, "), fault.get("input")
+    message, value = fault["msg"].removeprefix("Value error, "), fault.get("input")
     if fault["type"] == "extra_forbidden":
-        message = f"this server does not know it, or cannot do what it asks for ({_short(given)})"
-    elif where and (fault["type"].endswith("_type") or not isinstance(given, dict | list)):
-        message += f", not {_short(given)}"
+        message = f"this server does not know it, or cannot do what it asks for ({_short(value)})"
+    elif where and (fault["type"].endswith("_type") or not isinstance(value, dict | list)):
+        message += f", not {_short(value)}"
     return f"{where}: {message}" if where else message
 
 
@@ -383,16 +375,3 @@ def _short(value: Any) -> str:
         return f"a {type(value).__name__}"
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-async def _http(request: Request, error: Any) -> Response:
-    detail, cause = str(error.detail), error.__cause__
-    if isinstance(cause, UnicodeDecodeError):
-        detail = "the body is not UTF-8 text"
-    elif isinstance(cause, (ValueError, RecursionError)):  # a number of too many digits, or too many brackets
-        detail = f"the body cannot be read as JSON: {str(cause).split(';')[0]}"
-    return Refused(detail, error.status_code, **(error.headers or {})).response()
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    return Refused(f"{type(error).__name__}: {error}", 500, "server_error").response()

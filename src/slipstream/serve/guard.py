@@ -1,9 +1,10 @@
-"""What stands before the routes: hosts, the key, limits on bodies, and a log line for each request."""
+"""Middleware of the server: hosts, keys, limits on bodies, and a log line for each request."""
 
 import asyncio
 import json
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from hmac import compare_digest
 from ipaddress import ip_address
@@ -17,14 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.replies import Refused
 
-API_KEY = "slipstream.api_key"  # in a scope: the key that was given
+API_KEY = "slipstream.api_key"  # where a scope holds the request's key
+TOO_LARGE = "the body is too large: this server takes at most {:,} bytes"
 QUIET = ("/health", "/ready", "/metrics")  # what machines ask every few seconds is not logged
 
 
+@dataclass
 class Guard:
     """Passes requests on to an application.
 
-    Args:
+    Attributes:
         hosts: names, beside the loopback's, by which it may be asked, and whose pages may ask; None: any.
         keys: of which requests under /v1 must give one as a bearer token; the scope then holds it as
             `API_KEY`. None are needed where there are none.
@@ -33,18 +36,13 @@ class Guard:
         log: takes a line of JSON for each request, which holds nothing of what was asked or said.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Collection[str] | None,
-        keys: Collection[str],
-        body: int,
-        seconds: float,
-        log: Callable[[str], Any] | None,
-        metrics: Metrics,
-    ) -> None:
-        self.app, self.hosts, self.keys, self.body, self.seconds = app, hosts, keys, body, seconds
-        self.log, self.metrics = log, metrics
+    app: ASGIApp
+    hosts: Collection[str] | None
+    keys: Collection[str]
+    body: int
+    seconds: float
+    log: Callable[[str], Any] | None
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as ASGI wants it."""
@@ -75,41 +73,36 @@ class Guard:
                 self.log(json.dumps(line | {"seconds": round(perf_counter() - began, 4)} | note))
 
     def _stranger(self, headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:
-        """A page on the internet can give its own name the loopback's address: then it may read all that is
-        said there. Browsers always say the name, and whose page asks."""
+        """A page on the internet can give its own name the loopback's address, and then read all answers. A
+        browser always sends the name, and the page that asks."""
         for header, value in headers if self.hosts is not None else ():
-            given = value.decode("latin-1")
-            if header == b"host" and not self._knows(f"//{given}"):
-                fault = f"this server does not answer as {given[:60]!r}: ask 127.0.0.1, or start it with"
+            name = value.decode("latin-1")
+            if header == b"host" and not self._knows(f"//{name}"):
+                fault = f"this server does not answer as {name[:60]!r}: ask 127.0.0.1, or start it with"
                 return Refused(f"{fault} --allowed-host NAME", 421, code="host_not_allowed")
-            if header == b"origin" and not self._knows(given):
-                fault = f"pages of {given[:60]!r} may not ask this server: start it with --allowed-host NAME"
+            if header == b"origin" and not self._knows(name):
+                fault = f"pages of {name[:60]!r} may not ask this server: start it with --allowed-host NAME"
                 return Refused(fault, 403, code="origin_not_allowed")
         return None
 
     def _knows(self, url: str) -> bool:
-        assert self.hosts is not None
         with suppress(ValueError):
             name = host_name(url)
-            return name in self.hosts or name == "localhost" or ip_address(name).is_loopback
+            return name in (self.hosts or ()) or name == "localhost" or ip_address(name).is_loopback
         return False
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
         if self.keys and scope["path"].startswith("/v1"):
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            known = [key for key in self.keys if compare_digest(given.strip(), key.encode())]
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            known = [key for key in self.keys if compare_digest(token.strip(), key.encode())]
             scope[API_KEY] = known[0] if known else None
             if scheme.lower() != b"bearer" or not known:
                 fault = "this server asks for its API key: Authorization: Bearer KEY"
                 return Refused(fault, 401, code="invalid_api_key", WWW_Authenticate="Bearer")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.body:
-            return Refused(self._too_large, 413)
+            return Refused(TOO_LARGE.format(self.body), 413)
         return None
-
-    @property
-    def _too_large(self) -> str:
-        return f"the body is too large: this server takes at most {self.body:,} bytes"
 
     def _limited(self, receive: Receive) -> Receive:
         """Receives a body that must be small, and come soon."""
@@ -126,7 +119,7 @@ class Guard:
             read += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if read > self.body:
-                raise HTTPException(413, self._too_large)
+                raise HTTPException(413, TOO_LARGE.format(self.body))
             return message
 
         return limited

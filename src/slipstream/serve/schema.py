@@ -1,8 +1,11 @@
 """What a request may ask for: OpenAI's fields and this server's own, as pydantic models."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
+from jaxtyping import Float, Int
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -13,9 +16,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from torch import Tensor
 from typing_extensions import TypeAliasType
 
-from slipstream.targets.prompts import message_of
+from slipstream.targets.prompts import checked_ids, message_of
 
 MOST_LIKELY = 20  # alternatives that may be asked for with each token
 STOPS, STOP_CHARACTERS = 16, 1024  # stop strings of a request, at most, and their characters in all
@@ -43,45 +47,51 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Lists end at their first fault: a long one may hold thousands. In FastAPI they are less strict than `Part`.
+# Lists end at their first fault: a long one may hold thousands. In FastAPI they are less strict than others.
 Ids = TypeAliasType("Ids", Annotated[list[StrictInt], FailFast()])
 IdsOfSeveral = TypeAliasType("IdsOfSeveral", Annotated[list[Ids], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
-Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasValue = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _first_fault(biases: Any) -> Any:
-    """One bias alone, if one is wrong: a body may hold 50,000, and each would be a fault."""
+    """The first wrong bias alone, if there is one: a body may hold 50,000, and each would be a fault."""
     for token, bias in biases.items() if isinstance(biases, Mapping) else ():
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             return {token: bias}
     return biases
 
 
-class Part(BaseModel):
+class Strict(BaseModel):
     """A model that takes no other fields, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, given: Any) -> Any:
-        """Keep one of the fields that are not known: a body may hold 100,000, and each would be a fault."""
-        if not isinstance(given, Mapping):
-            return given
+    def _one_unknown(cls, fields: Any) -> Any:
+        """Drop fields that ask for nothing, and all but one of those that are not known: a body may hold
+        100,000, and each would be a fault."""
+        if not isinstance(fields, Mapping):
+            return fields
+        fields = {key: value for key, value in fields.items() if not cls._ignores(key, value)}
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        first = next((key for key in given if key not in known), None)
-        return {key: value for key, value in given.items() if key == first or key in known}
+        first = next((key for key in fields if key not in known), None)
+        return {key: value for key, value in fields.items() if key == first or key in known}
+
+    @classmethod
+    def _ignores(cls, field: str, value: Any) -> bool:
+        return False
 
 
-class StreamOptions(Part):
+class StreamOptions(Strict):
     """`include_usage`: the last event before the end holds the usage."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # pads events against eavesdroppers; none is needed here
 
 
-class TextPart(Part):
+class TextPart(Strict):
     """A piece of a message."""
 
     type: Literal["text"]
@@ -91,19 +101,15 @@ class TextPart(Part):
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
-class Echoed(Part):
+class Echoed(Strict):
     """A part of an answer that clients send back, with fields that say nothing, or nothing new."""
 
     known: ClassVar[tuple[str, ...]] = ()
     empty: ClassVar[tuple[str, ...]] = ()  # fields that may stand there with nothing in them
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_known(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        told = {key: value for key, value in given.items() if value is not None and key not in cls.known}
-        return {key: value for key, value in told.items() if value or key not in cls.empty}
+    def _ignores(cls, field: str, value: Any) -> bool:
+        return value is None or field in cls.known or (field in cls.empty and not value)
 
 
 class Called(Echoed):
@@ -123,7 +129,7 @@ class ToolCall(Echoed):
     function: Called
 
 
-class Function(Part):
+class Function(Strict):
     """A function that may be called."""
 
     name: str
@@ -132,7 +138,7 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(Strict):
     """A tool that may be called."""
 
     type: Literal["function"]
@@ -169,22 +175,20 @@ class Message(Echoed):
         return self
 
     @property
-    def said(self) -> list[str]:
-        """The texts of its content."""
-        if self.content is None or isinstance(self.content, str):
-            return [self.content or ""]
-        return [part.text for part in self.content]
+    def characters(self) -> int:
+        content = self.content or ""
+        return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
     @property
     def turn(self) -> dict[str, Any]:
         """As a chat template takes it: arguments as values, and content that may be empty."""
-        made = {"content": "", **self.model_dump(exclude_none=True)}
+        message = {"content": "", **self.model_dump(exclude_none=True)}
         if self.role == "developer":  # OpenAI's newer word, which templates do not know
-            made["role"] = "system"
-        return message_of(made)
+            message["role"] = "system"
+        return message_of(message)
 
 
-class JSONSchema(Part):
+class JSONSchema(Strict):
     """A schema as OpenAI has it. It is kept to in any case."""
 
     name: str | None = None
@@ -193,7 +197,7 @@ class JSONSchema(Part):
     strict: bool | None = None
 
 
-class ResponseFormat(Part):
+class ResponseFormat(Strict):
     """What an answer may be: OpenAI's "text", "json_object" and "json_schema", and this server's own "regex",
     "grammar" and "choice", each with a field of its name."""
 
@@ -206,8 +210,8 @@ class ResponseFormat(Part):
     @model_validator(mode="after")
     def _has_its_field(self) -> "ResponseFormat":
         fields = ("json_schema", "regex", "grammar", "choice")
-        given = [name for name in fields if getattr(self, name) is not None]
-        if given != [name for name in fields if name == self.type]:
+        present = [name for name in fields if getattr(self, name) is not None]
+        if present != [name for name in fields if name == self.type]:
             needs = f"the field {self.type}" if self.type in fields else "no other field"
             raise ValueError(f"type {self.type!r} needs {needs}")
         return self
@@ -222,7 +226,7 @@ class ResponseFormat(Part):
         return {} if self.type == "text" else {self.type: getattr(self, self.type)}
 
 
-class Asked(Part):
+class RequestBody(Strict):
     """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
 
     Attributes:
@@ -241,7 +245,7 @@ class Asked(Part):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_first_fault)] = None
+    logit_bias: Annotated[dict[str, BiasValue] | None, BeforeValidator(_first_fault)] = None
     seed: int | None = None
     stop: str | Texts | None = None
     stream: bool | None = None
@@ -251,13 +255,10 @@ class Asked(Part):
     drafter: str | None = None
     trace: bool | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_harmless(cls, given: Any) -> Any:
-        """Drop fields that ask for nothing. The others are refused as unknown."""
-        if not isinstance(given, Mapping):
-            return given
-        return {key: value for key, value in given.items() if not _harmless(key, value)}
+    def _ignores(cls, field: str, value: Any) -> bool:
+        harmless = HARMLESS.get(field, ())
+        return value is None or ANY in harmless or value in harmless
 
     @field_validator("stop")
     @classmethod
@@ -268,7 +269,7 @@ class Asked(Part):
         return stop
 
     @model_validator(mode="after")
-    def _streams(self) -> "Asked":
+    def _streams(self) -> "RequestBody":
         for name in ("stream_options", "trace"):
             if getattr(self, name) and not self.stream:
                 raise ValueError(f"{name} needs stream to be true")
@@ -280,30 +281,18 @@ class Asked(Part):
         return self.max_tokens
 
     @property
-    def most_likely(self) -> int | None:
-        """Alternatives wanted with each token; None: no probabilities are wanted at all."""
-        raise NotImplementedError
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Of each prompt: its characters, and how many tokens it has at least, whatever these say."""
-        raise NotImplementedError
-
-    @property
     def bounds(self) -> dict[str, Any]:
         """The argument of `generate` that says what an answer may be, if there is one."""
         return {} if self.response_format is None else self.response_format.bounds
 
     def sampling(self) -> dict[str, Any]:
         """The other arguments of `generate`."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: getattr(self, name) for name in (*names, "stop")}
-        for name in ("presence_penalty", "frequency_penalty"):
-            given[name] = getattr(self, name) or 0.0
-        return given
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+        penalties = ("presence_penalty", "frequency_penalty")
+        return {name: getattr(self, name) for name in names} | {n: getattr(self, n) or 0.0 for n in penalties}
 
 
-class Completion(Asked):
+class Completion(RequestBody):
     """The body of /v1/completions: text as it stands, without a chat template."""
 
     prompt: str | Ids | Texts | IdsOfSeveral
@@ -318,11 +307,13 @@ class Completion(Asked):
 
     @property
     def most_likely(self) -> int | None:
+        """Alternatives wanted with each token; None: no probabilities are wanted at all."""
         return self.logprobs
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        return [(len(each), 0) if isinstance(each, str) else (0, len(each)) for each in self.prompts]
+        """Of each prompt: its characters, and how many tokens it has at least, whatever these say."""
+        return [(len(row), 0) if isinstance(row, str) else (0, len(row)) for row in self.prompts]
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -332,7 +323,7 @@ class Completion(Asked):
         return self.prompt
 
 
-class ChatCompletion(Asked):
+class ChatCompletion(RequestBody):
     """The body of /v1/chat/completions: messages, through the target's chat template."""
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
@@ -365,8 +356,7 @@ class ChatCompletion(Asked):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        said = [part for message in self.messages for part in message.said]
-        return [(sum(map(len, said)), len(self.messages))]
+        return [(sum(message.characters for message in self.messages), len(self.messages))]
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -381,6 +371,20 @@ class ChatCompletion(Asked):
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
-def _harmless(field: str, value: Any) -> bool:
-    allowed = HARMLESS.get(field, ())
-    return value is None or ANY in allowed or value in allowed
+@dataclass(frozen=True)
+class Bias:
+    """logit_bias: adds to the logits of tokens, as a processor."""
+
+    tokens: tuple[int, ...]
+    biases: tuple[float, ...]
+
+    @classmethod
+    def of(cls, biases: Mapping[str, float], vocab: int) -> "Bias":
+        """From token ids as text, which JSON asks for. Raises ValueError."""
+        if wrong := [token for token in biases if not (token.isdecimal() and len(token) < 20)]:
+            raise ValueError(f"logit_bias holds {wrong[0][:40]!r}, which is no token id")
+        return cls(tuple(checked_ids(map(int, biases), vocab, "logit_bias")), tuple(biases.values()))
+
+    def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        tokens = torch.tensor(self.tokens, device=x.device)
+        return x.index_add(1, tokens, torch.tensor([self.biases], dtype=x.dtype, device=x.device))

@@ -11,10 +11,10 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Calls:
-    """Parts an answer's text, as it comes, into what is said and what is called.
+    """Splits an answer's text, as it comes, into text and tool calls.
 
     Args:
-        names: of the tools that may be called. Another call is said.
+        names: of the tools that may be called. A call of another tool is text.
         several: an answer may call more than once; otherwise the first call counts.
     """
 
@@ -23,7 +23,7 @@ class Calls:
         self._held = ""  # from the first call on, or what may become one
 
     def push(self, text: str) -> str:
-        """Take text; returns what is certainly said."""
+        """Take a piece of the answer; returns what is certainly text."""
         self._held += text
         if self._held.startswith(OPENS):
             return ""
@@ -31,12 +31,12 @@ class Calls:
         if at < 0:
             partial = (n for n in range(len(OPENS) - 1, 0, -1) if self._held.endswith(OPENS[:n]))
             at = len(self._held) - next(partial, 0)
-        said, self._held = self._held[:at], self._held[at:]
-        return said
+        text, self._held = self._held[:at], self._held[at:]
+        return text
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of what is said, and the calls, once the text has ended. What is no call is said, between
-        and behind calls, too."""
+        """The rest of the text, and the calls, once the answer has ended. What is no call is text, between
+        and after calls, too."""
         calls = [_call(match[1]) for match in CALL.finditer(self._held)]
         known = [call for call in calls if call is not None and call["function"]["name"] in self._names]
         if known and len(known) == len(calls):
@@ -48,8 +48,8 @@ def _call(text: str) -> dict[str, Any] | None:
     """A call as OpenAI has it, from JSON with a name and arguments by name, which may be text once more."""
     try:
         called = json.loads(text)
-        given = called.get("arguments", called.get("parameters", {}))
-        arguments = json.loads(given or "{}") if isinstance(given, str) else given
+        arguments = called.get("arguments", called.get("parameters", {}))
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError, AttributeError):
         return None
     if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):

@@ -7,7 +7,7 @@ import time
 import pytest
 import typer
 
-from slipstream.cache_admin import KINDS, clear, entries
+from slipstream.cli.cache import KINDS, clear, entries
 
 DAY = 86_400
 
