@@ -17,7 +17,7 @@ from slipstream.engine.answer import Round
 from slipstream.engine.policy import GUESS
 from slipstream.engine.session import Seconds
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
-from slipstream.measure.metrics import Answered, Tally, statistics
+from slipstream.measure.metrics import Answered, Tally, ledger
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
 from slipstream.measure.tune import SIZES, tune
@@ -292,7 +292,7 @@ def test_a_speed_up_is_the_product_of_its_factors():
     """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
     plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
     drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
-    factors = statistics(drafted, plain)
+    factors = ledger(drafted, plain)
     assert factors.tau == 3
     assert factors.rows == pytest.approx(0.6 / 0.7, abs=1e-4)
     assert factors.draft == pytest.approx(0.7 / 0.9, abs=1e-4)
