@@ -85,7 +85,7 @@ def test_what_a_shape_says_of_its_tree_is_true(name):
     ],
     ids=lambda name: name[:20],
 )
-def test_an_unknown_shape_is_refused_with_the_choices(name):
+def test_an_unknown_tree_is_refused_with_the_choices(name):
     with pytest.raises(ValueError, match=r"Available: chain-DEPTH|no nodes"):
         TreeSpec.parse(name)
 
