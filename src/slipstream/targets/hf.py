@@ -160,7 +160,7 @@ class HFTarget(DecoderTarget):
 
     @cached_property
     def plain(self) -> PreTrainedModel:
-        """Another one, with Hugging Face's own attention and layers, which is the outside baseline. A model
+        """Another shadow model, with Hugging Face's own attention and layers: the outside baseline. A model
         with a softcap gets eager attention, because `sdpa` ignores the softcap without a warning."""
         plain = shadow_of(self.model)
         config = plain.config.get_text_config(decoder=True)
