@@ -79,12 +79,11 @@ def import_checkpoint(
         if {"method", "version", "target"} <= config.keys():
             raise ValueError(f"checkpoint {source} is a drafter of Slipstream's already: use it where it is")
         try:
-            method, drafter_config, drafter_tensors, used, notes = _converted(config, tensors, target, tree)
+            method, config, tensors, used, notes = _converted(config, tensors, target, tree)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
-        drafter = (method, target, drafter_config, drafter_tensors)
-        save_drafter(directory, *drafter, training, dtype=None, force=True)
+        save_drafter(directory, method, target, config, tensors, training, dtype=None, force=True)
         return Conversion(**made(), directory=directory, used=used, notes=notes)
 
 
@@ -97,24 +96,24 @@ def _converted(
     name = next(name for name in reversed(known) if known[name][1].knows(config, tensors))
     method, layout = known[name]
     embedding, notes = tensors.pop(EMBEDDING, None), layout.notes
-    drafter_tensors, flat = layout.take(tensors), layout.flat(config)
+    weights, flat = layout.take(tensors), layout.flat(config)
     if ids := ours.get(VOCAB):
         notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
-        drafter_tensors[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, drafter_tensors)
+        weights[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
+    sizes = layout.sizes(flat, weights)
     ignored = unread(flat, sorted(layout.keys), target.described)
     used = [*tensors, *sorted(layout.keys & set(flat))]
     if layout.embedding != "none":
-        note, stored = _embedding_to_store(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
+        note, extra = _embedding_to_store(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
         notes.append(f"{EMBEDDING}: {note}")
-        drafter_tensors |= stored
+        weights |= extra
     notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     head = asdict(sizes)
     tree = Shape.parse(tree).name if tree else _tree(config, layout, sizes)
-    drafter_config: Config = {"taps": list(head.pop("taps")), "head": head, "tree": tree, "public": config}
-    drafter_config |= {"layout": name, "public_embedding": None if embedding is None else _digest(embedding)}
-    drafter_class(method, name).load(drafter_config, drafter_tensors, target)
-    return method, drafter_config, drafter_tensors, used, notes
+    stored: Config = {"taps": list(head.pop("taps")), "head": head, "tree": tree, "public": config}
+    stored |= {"layout": name, "public_embedding": None if embedding is None else _digest(embedding)}
+    drafter_class(method, name).load(stored, weights, target)
+    return method, stored, weights, used, notes
 
 
 def _embedding_to_store(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
@@ -160,11 +159,11 @@ def export(
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
         config, tensors = read_drafter(home, target)
-        layout = _layout_name(name, config, layout)
+        imported, layout = _layout_names(name, config, layout)
         writer = layouts(target)[layout][1]
         head = drafter_class(config["method"], name).load(config, tensors, target).head.config
         public_tensors, in_config = _exported(name, config, tensors, target, writer)
-        if layout == config.get("layout") and "public" in config:
+        if layout == imported and "public" in config:
             public_config = config["public"]
             if _tree(public_config, writer, head) != config["tree"]:
                 public_config |= {OURS: public_config.get(OURS, {}) | {"tree": config["tree"]}}
@@ -180,19 +179,21 @@ def export(
         return Conversion(**made(), directory=directory, used=used, notes=notes, serve=serve)
 
 
-def _layout_name(name: str, config: Config, layout: str | None) -> str:
-    """The layout to write a drafter in: by default the one it was imported from, or its method's first."""
+def _layout_names(name: str, config: Config, layout: str | None) -> tuple[str, str]:
+    """The layout that a drafter was imported from, or its method's first, and the one to write it in."""
     method = config["method"]
     available = list(METHODS[method].layouts) if method in METHODS else []
     if not available:
         others = ", ".join(other for other, entry in METHODS.items() if entry.layouts)
         raise ValueError(f"drafter {name}: no public layout exists for {method} drafters, only for {others}")
-    if (layout := config.get("layout", available[0]) if layout is None else layout) not in available:
+    imported = config.get("layout", available[0])
+    layout = imported if layout is None else layout
+    if layout not in available:
         raise ValueError(
             f"drafter {name}: Unknown layout for {method} drafters: {layout!r}. Available: "
             f"{', '.join(available)}"
         )
-    return layout
+    return imported, layout
 
 
 def _exported(
