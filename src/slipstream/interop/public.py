@@ -79,11 +79,12 @@ def import_checkpoint(
         if {"method", "version", "target"} <= config.keys():
             raise ValueError(f"checkpoint {source} is a drafter of Slipstream's already: use it where it is")
         try:
-            method, config, tensors, used, notes = _converted(config, tensors, target, tree)
+            method, drafter_config, drafter_tensors, used, notes = _converted(config, tensors, target, tree)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
-        save_drafter(directory, method, target, config, tensors, training, dtype=None, force=True)
+        drafter = (method, target, drafter_config, drafter_tensors)
+        save_drafter(directory, *drafter, training, dtype=None, force=True)
         return Conversion(**made(), directory=directory, used=used, notes=notes)
 
 
@@ -96,24 +97,24 @@ def _converted(
     name = next(name for name in reversed(known) if known[name][1].knows(config, tensors))
     method, layout = known[name]
     embedding, notes = tensors.pop(EMBEDDING, None), layout.notes
-    weights, flat = layout.take(tensors), layout.flat(config)
+    drafter_tensors, flat = layout.take(tensors), layout.flat(config)
     if ids := ours.get(VOCAB):
         notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
-        weights[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, weights)
+        drafter_tensors[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
+    sizes = layout.sizes(flat, drafter_tensors)
     ignored = unread(flat, sorted(layout.keys), target.described)
     used = [*tensors, *sorted(layout.keys & set(flat))]
     if layout.embedding != "none":
-        note, extra = _embedding_to_store(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
+        note, stored = _embedding_to_store(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
         notes.append(f"{EMBEDDING}: {note}")
-        weights |= extra
+        drafter_tensors |= stored
     notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     head = asdict(sizes)
     tree = Shape.parse(tree).name if tree else _tree(config, layout, sizes)
-    stored: Config = {"taps": list(head.pop("taps")), "head": head, "tree": tree, "public": config}
-    stored |= {"layout": name, "public_embedding": None if embedding is None else _digest(embedding)}
-    drafter_class(method, name).load(stored, weights, target)
-    return method, stored, weights, used, notes
+    drafter_config: Config = {"taps": list(head.pop("taps")), "head": head, "tree": tree, "public": config}
+    drafter_config |= {"layout": name, "public_embedding": None if embedding is None else _digest(embedding)}
+    drafter_class(method, name).load(drafter_config, drafter_tensors, target)
+    return method, drafter_config, drafter_tensors, used, notes
 
 
 def _embedding_to_store(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
