@@ -74,6 +74,17 @@ def test_the_round_trip_is_bit_identical(target, tmp_path, dtype, as_pickle):
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
 
 
+def test_what_was_imported_before_layouts_had_names_is_exported_as_it_was(target, tmp_path):
+    config, tensors = public(target, KINDS["GQA"])
+    import_checkpoint(target, write(tmp_path / "a", config, tensors), str(tmp_path / "d"))
+    path = tmp_path / "d" / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["layout"]
+    path.write_text(json.dumps(stored))
+    export(target, str(tmp_path / "d"), str(tmp_path / "b"))
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
+
+
 def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, tmp_path):
     """A head that came back bit for bit, and drafted over the whole LM head at four times the cost."""
     drafter = tiny.eagle(target, "chain-3", vocab=40)

@@ -22,6 +22,7 @@ from slipstream.drafters.heads import HeadConfig, block_taps, rows_of
 from slipstream.drafters.layers import ACTIVATIONS, SCALED, LayerConfig
 from slipstream.drafters.medusa import MedusaConfig
 from slipstream.drafters.store import VOCAB
+from slipstream.files import several
 from slipstream.interop.vllm_plugin import FASTEAGLE
 from slipstream.methods import METHODS
 
@@ -85,7 +86,7 @@ class Layout(ABC):
 
     def knows(self, config: Config, tensors: Tensors) -> bool:
         """Whether a checkpoint is written in this layout. By default, whether it has the layout's `mark`."""
-        words = ["", *tensors, *config, *(config.get("architectures") or [])]
+        words = ["", *tensors, *config, *several(config.get("architectures"))]
         return any(re.match(self.mark, word) for word in words)
 
     @abstractmethod

@@ -160,11 +160,11 @@ def export(
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
         config, tensors = read_drafter(home, target)
-        layout = _layout_name(name, config, layout)
+        imported, layout = _layout_names(name, config, layout)
         writer = layouts(target)[layout][1]
         head = drafter_class(config["method"], name).load(config, tensors, target).head.config
         public_tensors, in_config = _exported(name, config, tensors, target, writer)
-        if layout == config.get("layout") and "public" in config:
+        if layout == imported and "public" in config:
             public_config = config["public"]
             if _tree(public_config, writer, head) != config["tree"]:
                 public_config |= {OURS: public_config.get(OURS, {}) | {"tree": config["tree"]}}
@@ -180,19 +180,21 @@ def export(
         return Conversion(**made(), directory=directory, used=used, notes=notes, serve=serve)
 
 
-def _layout_name(name: str, config: Config, layout: str | None) -> str:
-    """The layout to write a drafter in: by default the one it was imported from, or its method's first."""
+def _layout_names(name: str, config: Config, layout: str | None) -> tuple[str, str]:
+    """The layout that a drafter was imported from, or its method's first, and the one to write it in."""
     method = config["method"]
     available = list(METHODS[method].layouts) if method in METHODS else []
     if not available:
         others = ", ".join(other for other, entry in METHODS.items() if entry.layouts)
         raise ValueError(f"drafter {name}: no public layout exists for {method} drafters, only for {others}")
-    if (layout := config.get("layout", available[0]) if layout is None else layout) not in available:
+    imported = config.get("layout", available[0])
+    layout = imported if layout is None else layout
+    if layout not in available:
         raise ValueError(
             f"drafter {name}: Unknown layout for {method} drafters: {layout!r}. Available: "
             f"{', '.join(available)}"
         )
-    return layout
+    return imported, layout
 
 
 def _exported(
