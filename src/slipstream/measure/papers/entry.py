@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from slipstream.measure.papers.kinds import KINDS
-
 BASELINES = VANILLA, HF = "vanilla", "hf_generate"
 MEDUSA, SMALL = "medusa:tree=best-first-3x16", "draft-model:tree=chain-5"  # beside several papers' heads
 
@@ -18,7 +16,7 @@ class Figure:
     Attributes:
         drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
         sets: of questions, whose figures are averaged.
-        kind: a name in `KINDS`.
+        kind: a name in `KINDS` of measurements.py.
         batch: questions that are answered at once.
     """
 
@@ -27,11 +25,6 @@ class Figure:
     kind: str = "τ"
     temperature: float = 0.0
     batch: int = 1
-
-    @property
-    def how(self) -> str:
-        """How it is measured."""
-        return KINDS[self.kind].how
 
     @property
     def head(self) -> str:

@@ -23,8 +23,7 @@ from slipstream.measure.cost import pass_seconds
 from slipstream.measure.experts import mixtures
 from slipstream.measure.papers import ARMS, ENTRIES, known_name
 from slipstream.measure.papers.entry import BASELINES, HF, VANILLA, Entry
-from slipstream.measure.papers.kinds import CONFIDENCE, RACE
-from slipstream.measure.papers.measurements import Cell, Measurements, Place, place
+from slipstream.measure.papers.measurements import CONFIDENCE, RACE, Cell, Measurements, Place, place
 from slipstream.measure.papers.reproduce_report import QuestionSet, ReproduceReport, ReproduceSettings, Table
 from slipstream.measure.questions import SHIPPED, Asking, Question, load_questions
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
