@@ -63,7 +63,7 @@ class Entry:
 
     Args:
         shows: what it is about.
-        parts: its lines, which are measured, and its claims, which must follow.
+        parts: lines, which are measured, and claims, which must follow.
         model: whose figures are quoted from the paper.
         note: what differs here from the paper.
         experts: whether it is of a mixture of experts, and is left empty for another target.
@@ -99,7 +99,7 @@ def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) 
     return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
 
 
-tau, speed, alpha = (partial(figure, kind) for kind in ("τ", "× plain", "α"))
+tau, speed = partial(figure, "τ"), partial(figure, "× plain")
 
 
 def compare(
