@@ -24,8 +24,7 @@ from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.machine import versions
 from slipstream.measure.papers import ENTRIES
-from slipstream.measure.papers.kinds import RACE
-from slipstream.measure.papers.measurements import ABSENT, Cell, Measurements
+from slipstream.measure.papers.measurements import ABSENT, RACE, Cell, Measurements
 from slipstream.measure.papers.reproduce_report import ReproduceReport
 from slipstream.results import Figures, Part, Result, made
 from slipstream.targets import load_target

@@ -10,7 +10,7 @@ from slipstream.engine.replay import predict, record
 from slipstream.files import evenly
 from slipstream.measure.datasets import SHIPPED, Question, load_questions
 from slipstream.measure.papers import ARMS, ENTRIES, reproduce as module
-from slipstream.measure.papers.kinds import KINDS
+from slipstream.measure.papers.measurements import KINDS
 from slipstream.measure.papers.reproduce import OWN, listed, reproduce
 from slipstream.measure.papers.reproduce_report import ReproduceReport
 from slipstream.measure.runner import first_prompts

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from slipstream.measure.papers.kinds import KINDS
-
 BASELINES = VANILLA, HF = "vanilla", "hf_generate"
 MEDUSA, SMALL = "medusa:tree=best-first-3x16", "draft-model:tree=chain-5"  # beside several papers' heads
 
@@ -18,7 +16,7 @@ class Figure:
     Attributes:
         drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
         sets: of questions, whose figures are averaged.
-        kind: a name in `KINDS`.
+        kind: a name in `KINDS` of measurements.py.
         batch: questions that are answered at once.
     """
 
@@ -27,11 +25,6 @@ class Figure:
     kind: str = "τ"
     temperature: float = 0.0
     batch: int = 1
-
-    @property
-    def how(self) -> str:
-        """How it is measured."""
-        return KINDS[self.kind].how
 
     @property
     def head(self) -> str:
@@ -70,7 +63,7 @@ class Entry:
 
     Args:
         shows: what it is about.
-        parts: its lines, which are measured, and its claims, which must follow.
+        parts: lines, which are measured, and claims, which must follow.
         model: whose figures are quoted from the paper.
         note: what differs here from the paper.
         experts: whether it is of a mixture of experts, and is left empty for another target.
@@ -106,7 +99,7 @@ def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) 
     return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
 
 
-tau, speed, alpha = (partial(figure, kind) for kind in ("τ", "× plain", "α"))
+tau, speed = partial(figure, "τ"), partial(figure, "× plain")
 
 
 def compare(

@@ -22,8 +22,7 @@ from slipstream.measure.cost import mixtures, pass_seconds
 from slipstream.measure.datasets import SHIPPED, Asking, Question, load_questions
 from slipstream.measure.papers import ARMS, ENTRIES, known_name
 from slipstream.measure.papers.entry import BASELINES, HF, VANILLA, Entry
-from slipstream.measure.papers.kinds import CONFIDENCE, RACE
-from slipstream.measure.papers.measurements import Cell, Measurements, Place, place
+from slipstream.measure.papers.measurements import CONFIDENCE, RACE, Cell, Measurements, Place, place
 from slipstream.measure.papers.reproduce_report import QuestionSet, ReproduceReport, ReproduceSettings, Table
 from slipstream.measure.results import BenchReport, Counted
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks, reported
