@@ -51,7 +51,7 @@ class ParallelDrafter(HeadDrafter):
         if draft.tree_spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
                 f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this session drafts "
-                f"{drafted} tokens: name it among the session's specs"
+                f"{drafted} tokens: name it among the engine's specs"
             )
         scores = self.scores(state.hidden[:, : draft.tree_spec.depth])
         if (

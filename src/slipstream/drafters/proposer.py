@@ -1,4 +1,4 @@
-"""Drafters whose trees grow from candidates: by a named spec, in three ways to pick them at T > 0."""
+"""Drafters whose trees grow from candidates: by a named tree, in three ways to pick them at T > 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -111,7 +111,7 @@ class Proposer(Drafter):
         return config | {"tree": self.tree_spec.name}, tensors
 
     def shaped(self, spec: TreeSpec | None) -> TreeSpec:
-        """The spec that was asked for, checked; the default where none was."""
+        """The tree that was asked for, checked; the default where none was."""
         if spec is None:
             return self.tree_spec
         if spec not in self._checked:

@@ -167,7 +167,7 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
             "training failed: train the drafter again"
         )
     if (vocab := tensors.get(VOCAB)) is not None and vocab.ndim != 1:
-        raise ValueError(f"{source} does not fit: {VOCAB} has spec {list(vocab.shape)}; it must be a list")
+        raise ValueError(f"{source} does not fit: {VOCAB} has shape {list(vocab.shape)}; it must be a list")
     return tensors
 
 
@@ -255,7 +255,7 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]
     wrong += [
-        f"{name} has spec {list(t.shape)} and should have {list(wanted[name].shape)}"
+        f"{name} has shape {list(t.shape)} and should have {list(wanted[name].shape)}"
         for name, t in tensors.items()
         if name in wanted and t.shape != wanted[name].shape
     ]

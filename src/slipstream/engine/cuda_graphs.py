@@ -53,7 +53,7 @@ class Captured:
 
     propose: Callable[[], Any]
     check: Callable[[Any], Any]
-    cache: KVCache  # it and the state are all that changes, in place or by tensors of the same specs
+    cache: KVCache  # it and the state are all that changes, in place or by tensors of the same shapes
     state: State
     depth: int  # of the trees
     record: Record

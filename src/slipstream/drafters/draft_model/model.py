@@ -172,7 +172,7 @@ class DraftModel(Proposer):
         host = is_host(begins)
         if host and not bool(begins.any()):
             tokens = tokens[:, :-1]
-        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured step takes all logits: its spec is fixed
+        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured step takes all logits: its shape is fixed
         last = (count - 1).clamp(min=0)[:, None]
         logits = self.model(chain(tokens), state.cache, rows=last if alone else None).logits
         state.cache.follow(span.cache, count, ahead=1)
