@@ -178,8 +178,8 @@ def test_weights_that_do_not_fit_are_one_line(target, drafter, tmp_path, name, c
     [
         (tiny.eagle, torch.tensor([3, 5, 3]), "names tokens twice"),  # `sampled` drew from another law
         (tiny.eagle, torch.tensor([3, 64]), "names other tokens than this target's 64"),
-        (tiny.eagle, torch.arange(64)[None], "draft_vocab has spec"),
-        (tiny.distilled, torch.arange(64)[None], "draft_vocab has spec"),
+        (tiny.eagle, torch.arange(64)[None], "draft_vocab has shape"),
+        (tiny.distilled, torch.arange(64)[None], "draft_vocab has shape"),
         (tiny.eagle3, torch.arange(40), "LM head has 64 tokens, and its draft vocabulary 40"),
         (tiny.medusa, torch.arange(40), "LM head has 64 tokens, and its draft vocabulary 40"),
     ],
