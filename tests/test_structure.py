@@ -29,7 +29,7 @@ SHARED = {
     "progress",
     "methods",
 }  # writing results, what they were measured on, progress, methods, names
-ROOMS = {  # HOUSE, "Rooms": a room may import itself and these
+ROOMS = {  # docs/architecture.md: a room may import itself and these
     "kernels": set(),
     "core": set(),
     "targets": {"kernels", "core"},

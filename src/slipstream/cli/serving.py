@@ -18,7 +18,7 @@ from slipstream.files import install
 def serve(options: cli.Options) -> None:
     """Answer requests of OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
 
-    All texts share one session, and each says what generate would say alone. /metrics is for
+    All texts share one engine, and each says what generate would say alone. /metrics is for
     Prometheus, and standard output gets a line of JSON for each request, without prompts.
     """
     drafter = cli.with_model(options.drafter, options.draft_model)

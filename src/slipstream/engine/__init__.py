@@ -1,1 +1,1 @@
-"""Sessions, ragged batches, `generate`, streaming and traces."""
+"""Requests, the engine that answers them, `generate`, streaming and traces."""

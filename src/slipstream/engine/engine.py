@@ -87,7 +87,7 @@ class Engine:
         waiting: requests without a row, the oldest first.
         joining: those whose prompts are being read; `prefill` is None where that failed.
         running: those under way, in the order of their rows. Ended ones leave at the next step, or by `free`.
-        room: slots that its largest tree needs.
+        scratch_slots: those that its largest tree needs.
         seconds: where the time went so far.
         span: what the last step read, or the last chunk of prompts.
         waited: tokens of prompts, padding included, that requests under way have waited for since a step.
@@ -283,14 +283,11 @@ class Engine:
             spec, policy = PLAIN, None
         lap = _stopwatch()
         if policy is not None:
-            signs = self.drafter.match_buckets(self.state)
-            quiet = [r.plain or forced for r, forced in zip(self.running, self._must_follow(), strict=True)]
-            features = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
-            spec = policy.choose(self.numbers, features, self.drafter.catch_up_cost(self.state))
+            rows = zip(self.running, self._must_follow(), self.drafter.match_buckets(self.state), strict=True)
+            buckets = [NO_GUESSES if row.plain or forced else bucket for row, forced, bucket in rows]
+            spec = policy.choose(self.numbers, buckets, self.drafter.catch_up_cost(self.state))
         results = self._step(limit, spec)
-        if policy is not None and (
-            not self._forced or len(results) > 1
-        ):  # else it was not the drafter's doing
+        if policy is not None and (not self._forced or len(results) > 1):  # else a grammar's doing
             drafted = [bool(depth) for _, depth, _ in results]
             policy.learn([len(tokens) for tokens, _, _ in results], lap(), drafted)
         return self._take(self.running, results)

@@ -1,1 +1,1 @@
-"""A server that speaks OpenAI's protocol over one session."""
+"""A server that speaks OpenAI's protocol over one engine."""
