@@ -51,7 +51,7 @@ def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: 
 
 
 class Storage:
-    """The memory behind the caches of one session: keys and values of L layers for a fixed number of rows.
+    """The memory behind the caches of one engine: keys and values of L layers for a fixed number of rows.
     It is allocated in the layers' own shape and dtype, and copied only to hold longer texts.
 
     Args:
@@ -109,7 +109,7 @@ class KVCache:
 
     Attributes:
         lengths: tokens of each text.
-        texts: the number of the text in each row, which a session counts.
+        texts: the number of the text in each row, which an engine counts.
         bound: upper bound on `lengths`, known to the host; exact after `flush`.
         view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
         used: these slots, counted from 0.

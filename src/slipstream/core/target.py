@@ -184,7 +184,7 @@ class Target(ABC):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Its device's `lock`, held for each pass, and by a session for each round."""
+        """Its device's `lock`, held for each pass, and by an engine for each step."""
         return lock(self.device)
 
     @property

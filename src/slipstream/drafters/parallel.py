@@ -50,7 +50,7 @@ class ParallelDrafter(HeadDrafter):
         draft, level = Draft(self, self.shaped(spec), sampler), 0
         if draft.tree_spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
-                f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this session drafts "
+                f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this engine drafts "
                 f"{drafted} tokens: name it among the engine's specs"
             )
         scores = self.scores(state.hidden[:, : draft.tree_spec.depth])

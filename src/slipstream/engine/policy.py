@@ -71,7 +71,7 @@ class TreeStatistics:
         accepted: tokens, by tree and match bucket (`Drafter.match_buckets`).
         catch_up_per_token: see `Drafter`.
         chosen: rounds of each tree.
-        begun: numbers of texts of sessions: each was measured before the first.
+        begun: numbers of texts of engines: each was measured before the first.
         stored: rounds whose acceptance is stored.
         timed: rounds that lately timed a tree, by texts, then by tree.
         plain_seconds: of a plain round, by texts, when one was last timed.
@@ -166,7 +166,7 @@ class TextEvidence:
 
 
 class Policy:
-    """Chooses for one session: `choose` before a round, `learn` after it, where it does not rest."""
+    """Chooses for one engine: `choose` before a round, `learn` after it, where it does not rest."""
 
     def __init__(self, statistics: TreeStatistics) -> None:
         self.statistics = statistics

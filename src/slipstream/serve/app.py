@@ -72,7 +72,7 @@ class Limits:
 
 
 class Server:
-    """One target, one session, and the requests to it.
+    """One target, one engine, and the requests to it.
 
     Args:
         spec: what the drafter was called.

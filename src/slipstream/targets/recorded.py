@@ -22,12 +22,12 @@ from slipstream.core.verify import child_with
 @final
 class RecordedTarget(Target):
     """Texts of a target. A pass returns the recorded features of its nodes and, in place of logits, the
-    text's next token, V = 1, which `law` reads. A session that admits the prompts in order does what decoding
+    text's next token, V = 1, which `law` reads. An engine that admits the prompts in order does what decoding
     would do. All else is the recorded target's own.
 
     Args:
         target: whose texts they are. It passes over each of them once.
-        texts: prompts and answers, in the order in which a session will admit them.
+        texts: prompts and answers, in the order in which an engine will admit them.
         taps: the features that drafters will read.
         sampling: how each text was made, whose noise drafts may look at; by default at T = 0.
 

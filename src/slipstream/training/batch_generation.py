@@ -1,6 +1,6 @@
 """Plain decoding of thousands of texts at once, for training data written on a GPU.
 
-A session's host work for each text would leave a GPU idle. Here a step is one captured graph over all texts,
+An engine's host work for each text would leave a GPU idle. Here a step is one captured graph over all texts,
 and the host looks at them every few steps. All texts of a call end on the same slot of the cache: prompts
 are padded on their left. Rounding depends on the neighbours, which is harmless in training data.
 """
