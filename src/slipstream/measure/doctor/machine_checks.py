@@ -21,6 +21,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)  # texts at once
 
 def uncompiled(diagnosis: Diagnosis) -> Outcome:
     """Passes of a few blocks, compiled and not."""
+    if diagnosis.target.decoder is not None:
+        raise Unmeasured("its layers are one call of our kernels, which nothing compiles")
     diagnosis.progress("passes, compiled and not")
     plain, compiled = _alternated(*(partial(diagnosis.small_pass, compile=how) for how in (False, True)))
     return Outcome(
