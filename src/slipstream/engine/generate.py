@@ -338,6 +338,7 @@ class Job:
                 if tracer is not None and requests:
                     tracer.take(requests)
                 yield engine.seconds
+            engine.free()  # a drafter may remember texts that leave
         finally:
             keep(self.target, self.drafter)
 
