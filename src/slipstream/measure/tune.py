@@ -110,10 +110,11 @@ def tune(
     check_limits(context=context)
     asked, target = evenly(load_questions(questions), limit), loaded(target)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
-    prompts = first_prompts(target, asked)
-    skipping = skippable(target, prompts, progress=progress) if spec == Spec("self-speculative") else []
+    itself = spec == Spec("self-speculative")
+    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
     skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
     grower = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
+    prompts = first_prompts(target, asked)
     if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
     progress("cost of a pass")
