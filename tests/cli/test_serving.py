@@ -49,7 +49,7 @@ def test_every_option_reaches_the_server(served):
         *limits.split(),
     )
     server, grace, address = given
-    assert isinstance(server.engine.drafter, NGram)
+    assert isinstance(server.worker.engine.drafter, NGram)
     assert (server.spec, grace, address) == ("ngram", 7, "127.0.0.1")
     assert (server.app.keys, server.app.hosts) == (["secret", "other"], ["example.com"])
     assert server.name == "mine"
