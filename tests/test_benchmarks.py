@@ -244,11 +244,11 @@ def test_whole_answers_end_when_their_time_is_over(target, tmp_path, monkeypatch
         report = answers.AnswersReport.read(path)
         assert (ended.value.code or 0, report.stopped) == (0, stopped)
         assert (len(report.arms) > 5) == (stopped is None)
-    monkeypatch.setattr(sys, "argv", [*words, "--spec", "tiny"])
+    monkeypatch.setattr(sys, "argv", [*words, "--shape", "tiny"])
     with pytest.raises(SystemExit) as ended:
         gpu.run(gpu.main)
     assert ended.value.code == 2
-    assert "leave --spec out" in capsys.readouterr().err
+    assert "leave --shape out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")

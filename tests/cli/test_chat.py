@@ -25,7 +25,7 @@ from slipstream.cli.chat import Chat, editor, plainly, wrapping
 from slipstream.engine.chat_session import ChatSession
 
 BEGINS = r"\x1b\[\?2004l(?s:.*)\x1b\[\?2004h(?s:.*)[a-zA-Z0-9]"  # an answer, behind its prompt
-ANSWER = 8192  # tokens, of seconds
+ANSWER = 4096  # tokens, of seconds
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 

@@ -196,14 +196,15 @@ def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
     queries by."""
     target = tiny.target("llama")
     d, kv, wide = 24, 2, 8  # the target's keys: 2 heads of 8
-    specs = {"model.embed_tokens": (64, d), "model.norm": (d,), "lm_head": (64, d)}
+    shapes = {"model.embed_tokens": (64, d), "model.norm": (d,), "lm_head": (64, d)}
     of = "model.layers.0."
-    specs |= {f"{of}{name}_layernorm": (d,) for name in ("input", "post_attention")}
-    specs |= {f"{of}self_attn.{name}_proj": (d, d) for name in "qkvo"}
-    specs |= {f"{of}cross_attn.q_proj": (4 * wide, d), f"{of}cross_attn.o_proj": (d, 4 * wide)}
-    specs |= {f"{of}mlp.{name}_proj": (40, d) for name in ("gate", "up")} | {f"{of}mlp.down_proj": (d, 40)}
+    shapes |= {f"{of}{name}_layernorm": (d,) for name in ("input", "post_attention")}
+    shapes |= {f"{of}self_attn.{name}_proj": (d, d) for name in "qkvo"}
+    shapes |= {f"{of}cross_attn.q_proj": (4 * wide, d), f"{of}cross_attn.o_proj": (d, 4 * wide)}
+    shapes |= {f"{of}mlp.{name}_proj": (40, d) for name in ("gate", "up")} | {f"{of}mlp.down_proj": (d, 40)}
     tensors = {
-        f"{name}.weight": tiny.noise(*spec, scale=0.5, seed=i) for i, (name, spec) in enumerate(specs.items())
+        f"{name}.weight": tiny.noise(*shape, scale=0.5, seed=i)
+        for i, (name, shape) in enumerate(shapes.items())
     }
     frequencies = [10000.0 ** (-i / (wide // 2)) for i in range(wide // 2)]
     sizes = {

@@ -263,7 +263,7 @@ def test_the_draft_vocabulary_is_what_is_said_most():
         5,
         7,
         9,
-    ]  # filled up: the spec does not depend on the data
+    ]  # filled up: the shape does not depend on the data
     assert frequent(examples, 0, 64) is None
 
 

@@ -129,7 +129,7 @@ def test_laws_go_by_name(target, answer):
         (
             PROMPT,
             {"processors": [lambda ids, x: x[:, 1:]]},
-            r"processor <lambda> returned torch.float64 of spec \[1, 63\]",
+            r"processor <lambda> returned torch.float64 of shape \[1, 63\]",
         ),
         (PROMPT, {"eos_token_ids": ["</s>"]}, "eos_token_ids holds '</s>', a str, as a token id"),
         (PROMPT, {"eos_token_ids": "</s>"}, "eos_token_ids holds '</s>', a str, as a token id"),

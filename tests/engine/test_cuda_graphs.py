@@ -30,7 +30,7 @@ DRAFTERS = {
 }
 PROMPTS = tiny.prompts(7, 13, 40)
 NEW = 30  # past a multiple of the span below
-pytestmark = pytest.mark.usefixtures("unchecked")  # specs and types are checked by the exactness suite
+pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
 
 
 WAIT = (  # on a GPU, which a capture does not allow

@@ -27,7 +27,7 @@ SAMPLING = [
 ROWS = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
 KINDS = {"T=0": [Sampling()] * len(PROMPTS), "T=1": [SAMPLING[1]] * len(PROMPTS), "mixed": ROWS}
 FAMILY = "qwen2"  # sliding windows shorter than the prompts
-pytestmark = pytest.mark.usefixtures("unchecked")  # specs and types are checked by the exactness suite
+pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
 
 
 @cache
@@ -207,7 +207,7 @@ def test_room_for_the_largest_tree_is_made_at_once():
 
 
 def test_a_tree_that_cannot_be_grown_is_refused():
-    """A spec that a drafter was not made with came past the checks of its own."""
+    """A tree that a drafter was not made with came past the checks of its own."""
     target = tiny.target(FAMILY)
     for drafter, tree, message in (
         (tiny.fasteagle(target), "chain-4", "is 4 deep and this drafter drafts 3 tokens"),

@@ -134,7 +134,7 @@ def test_a_streamer_gets_the_prompt_and_then_exactly_the_answer(target, answer, 
 
 
 def test_hugging_face_streamers_work(target, oracle, capsys):
-    """A tensor of a spec that `TextStreamer` does not take."""
+    """A tensor of a shape that `TextStreamer` does not take."""
     streamer = TextStreamer(target.text.tokenizer, skip_prompt=True, skip_special_tokens=True)
     made = generate(target, PROMPT, oracle, max_new_tokens=20, **SAMPLED, **ENDLESS, streamer=streamer)
     assert capsys.readouterr().out == made.text + "\n"

@@ -93,7 +93,7 @@ def test_guesses_are_of_no_text_that_is_not_shared(name):
     secret = {*range(30, 60)}.difference(beginning, OTHER)
     made(here, [[*beginning, *secret]], 1)
     assert here.admit(Request(beginning + OTHER, HOW))[0].shared == 14
-    for _, field, value in here.state.held():
+    for _, field, value in here.state.fields():
         if isinstance(value, torch.Tensor) and value.dim() > 1:
             assert not secret & {*value.flatten().tolist()} - {*here.state.root.tolist()}, field
 

@@ -81,7 +81,7 @@ def test_the_trees_for_auto_are_the_best_of_each_size(tuned):
         exact = [each for each in found.candidates if each.proposal != "sampled"]
         octaves = [TreeSpec.parse(tree).nodes.bit_length() for tree in found.rungs]
         assert sorted(octaves) == sorted({each.nodes.bit_length() for each in exact})
-        for tree, octave in zip(found.candidate_trees, octaves, strict=True):
+        for tree, octave in zip(found.rungs, octaves, strict=True):
             assert tree == next(each.tree for each in exact if each.nodes.bit_length() == octave)
 
 

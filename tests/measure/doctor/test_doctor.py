@@ -227,7 +227,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(Diagnosis, "small_pass", small_pass)
         about = SimpleNamespace(type="cpu")
         shown = {"device": about, "dtype": dtype, "dtype_name": str(dtype), "quantize": None}
-        fake = SimpleNamespace(**shown, compiles=False)
+        fake = SimpleNamespace(**shown, compiles=False, decoder=None)
         diagnosis = grown("chain-1", 1.7, Planted())
         diagnosis.target = fake
         return diagnosis
