@@ -1,4 +1,4 @@
-"""The spec of the package: who may import whom, and what it promises to users."""
+"""The shape of the package: who may import whom, and what it promises to users."""
 
 import ast
 import graphlib

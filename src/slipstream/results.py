@@ -137,10 +137,6 @@ class Report(Result):
         """The same report, of a run that was not finished (None: it was). `fields`: what else changes."""
         return self if reason is None else self.model_copy(update={"stopped": reason, **fields})
 
-    def ended_by(self: Q, error: BaseException) -> Q:
-        """The same report, of a run that an error ended."""
-        return self.stopped_by(reason_of(error))
-
 
 def flat(part: Part | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The figures of a part, those of parts within it under names with dots. Lists of parts, and parts by

@@ -403,7 +403,7 @@ def test_a_head_that_says_no_numbers_changes_no_text(target, answer, head, tree,
 
 @pytest.mark.parametrize("name", ["eagle", "fasteagle"])
 def test_threads_share_a_target(target, name):
-    """A pass took what another thread's had left: AssertionErrors, features of another spec."""
+    """A pass took what another thread's had left: AssertionErrors, features of another shape."""
     drafter = tiny.DRAFTERS[name](target, [PROMPT] * 40)
 
     def said(prompt: list[int]) -> list[int]:

@@ -223,7 +223,7 @@ def test_too_little_data_is_refused(chat, data, tmp_path):
 
 
 def test_no_step_waits_for_a_plan_of_its_attention(chat, data, tmp_path):
-    """cuDNN plans for every new spec of a batch: five sixths of a step of eagle3 on a GPU went there."""
+    """cuDNN plans for every new shape of a batch: five sixths of a step of eagle3 on a GPU went there."""
     planned = torch.backends.cuda.cudnn_sdp_enabled
     before, within = planned(), set[bool]()
     train(chat, recipe(data), tmp_path / "run", show=lambda seen: within.add(planned()))

@@ -250,7 +250,7 @@ def _setting(temperature: float, texts: int) -> str:
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
     """Load tensors into a module. Raises ValueError, which names those that are missing, unknown or of
-    another spec."""
+    another shape."""
     wanted = module.state_dict()
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]
