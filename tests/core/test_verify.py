@@ -1,19 +1,15 @@
-"""Verification of batches with the real noise, what a verdict says, and typical acceptance."""
+"""Verification of batches with the real noise and what a verdict says."""
 
-import math
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from enumeration import (
-    GREEDY,
     NUCLEUS,
     PROMPT,
     ROOT,
-    WARM,
     accepted,
     error,
     logits_after,
@@ -21,7 +17,6 @@ from enumeration import (
     paths_of,
     q_after,
 )
-from slipstream.core import verify as module
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.core.verify import coupled, multi_round, verify
@@ -125,20 +120,3 @@ def test_the_first_of_two_equal_children_is_taken():
     tree = Tree(torch.tensor([[1, 3, 3]]), torch.zeros(1, 3).long(), 1)
     for law in (coupled, multi_round):
         assert verify(tree, logits, torch.tensor([0]), sampler_of([{}]), law).path.tolist() == [[0, 1]]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, WARM])
-def test_typical_acceptance_takes_the_first_child_that_is_likely_enough(sampling):
-    """At T = 0 that is the target's own; otherwise its name says that it is lossy."""
-    sampler, lengths = Sampler([sampling], [list(PROMPT)], 5), torch.tensor([2])
-    for path in product(range(5), repeat=3):
-        logits = torch.stack([logits_after((ROOT, *path, i), 5) for i in range(4)])[None]
-        tree = Tree(torch.tensor([[ROOT, *path]]), torch.zeros(1, 4, dtype=torch.long), 1)
-        p = sampler.law(logits[:, 0])[0]
-        entropy = -sum(float(x) * float(x.log()) for x in p if x > 0)
-        limit = min(0.09, 0.3 * math.exp(-entropy))
-        likely = [slot for slot, token in enumerate(path, 1) if float(p[token]) > limit]
-        verdict = verify(tree, logits, lengths, sampler, module.lossy_typical)
-        assert verdict.path[0, : int(verdict.count)].tolist() == [0, *likely[:1]]
-        if sampling is GREEDY:
-            assert torch.equal(verdict.count, verify(tree, logits, lengths, sampler, coupled).count)

@@ -112,16 +112,11 @@ def _drafter(target: "HFTarget", name: str, temperature: float, explain: bool, p
 
 def _figures(answer: Any, precision: str, law: str, idle: list[str], json_path: str | None) -> None:
     """Print an answer's figures, and the options that had no effect."""
-    from slipstream.engine.generate import LOSSY
-
     speed = f"τ {answer.tau:.2f}   {len(answer.tokens) / answer.seconds.total:.1f} tokens/s"
     cli.err.print(f"{len(answer.tokens)} tokens ({answer.finish})   {speed}   {precision}", style="dim")
     if idle:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         cli.err.print(f"at temperature 0 nothing is sampled: {options} without effect", style="yellow")
-    if law == LOSSY and answer.sampling.temperature:
-        warning = "lossy: typical acceptance keeps tokens that the target would not have drawn"
-        cli.err.print(warning, style="yellow")
     if json_path is not None:
         fields = {name: getattr(answer, name) for name in ("text", "tokens", "finish", "tau")}
         passes = {"law": law, "target_passes": len(answer.rounds), "seconds": vars(answer.seconds)}

@@ -1,10 +1,9 @@
-"""verify: which guesses the target accepts, walking down from the root under one of three laws.
+"""verify: which guesses the target accepts, walking down from the root under one of two laws.
 
 *Coupled*: draw the target's own token at each node and descend while a child carries it. It is exact for any
 tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; on a
 chain, Leviathan's rule): accept a sampled child x with probability min(1, p(x)/q(x)); after a rejection go on
-with norm(max(p − q, 0)) and the next sibling. It is exact in distribution. *Lossy typical* acceptance is
-exact at T = 0 alone.
+with norm(max(p − q, 0)) and the next sibling. It is exact in distribution.
 """
 
 from collections.abc import Callable
@@ -18,9 +17,6 @@ from slipstream.core.device import is_host
 from slipstream.core.grammar import leads_on
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
-
-LOSSY_EPSILON = 0.09  # ε and δ of Medusa's typical acceptance
-LOSSY_DELTA = 0.3
 
 
 @dataclass(frozen=True)
@@ -69,18 +65,6 @@ def multi_round(
         sibling += 1
     token = sampler.draw(p.log(), position)
     return child, torch.where(child >= 0, tree.tokens[rows, child.clamp(min=0)], token)
-
-
-def lossy_typical(
-    tree: Tree, node: PerRow, logits: Float[Tensor, "B V"], position: PerRow, sampler: Sampler
-) -> tuple[PerRow, PerRow]:
-    """Medusa's typical acceptance (§2.3.1), which is lossy: the first child with p > min(ε, δ·e^{−H(p)})."""
-    p = sampler.law(logits)
-    limit = (LOSSY_DELTA * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=LOSSY_EPSILON)
-    typical = _children(tree, node) & (p.gather(1, tree.tokens.clamp(min=0)) > limit[:, None])
-    child = _first(typical)
-    own = sampler.draw(sampler.scores(logits), position)
-    return child, torch.where(child >= 0, tree.tokens.gather(1, child.clamp(min=0)[:, None])[:, 0], own)
 
 
 def acceptance(p: Tensor, q: Tensor | None, x: Tensor) -> Float[Tensor, " B"]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
-from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
+from slipstream.core.verify import Law, coupled, multi_round
 from slipstream.drafters.drafter_cache import cached_drafter
 from slipstream.engine.costs import keep, policy
 from slipstream.engine.engine import Engine, Seconds
@@ -26,9 +26,8 @@ from slipstream.files import is_whole
 from slipstream.spec import Named, Spec
 from slipstream.targets.prompts import Prompt, read_prompts
 
-LOSSY = "lossy-typical"
 INTERRUPTED: Literal["interrupted"] = "interrupted"
-LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}
+LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round}
 
 
 @runtime_checkable
@@ -177,8 +176,7 @@ def generate(
         grammar_limits: what reading the grammar may take; default: `GrammarLimits()`.
         eos_token_ids: ids that end an answer; default: the target's.
         stop: strings that end an answer and are no part of its text; default: the target's.
-        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
-            own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
+        law: "coupled" (same seed, same text) or "multi-round" (exact in law); default: the drafter's own.
         trace: receives one JSON line per text and round, which `slipstream report` shows.
         batch: answers under way at once, default all. Waiting prompts take the place of ended answers.
         memory: GiB that keys and values may take: fewer answers are under way where not all fit.
