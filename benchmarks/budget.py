@@ -112,7 +112,7 @@ def main(
     questions: cli.Files,
     drafter: cli.DrafterNames = ["fasteagle", "eagle"],  # noqa: B006
     texts: Annotated[int, cli.option("that share rounds", "N", min=1)] = 8,
-    limit: cli.Limit = 12,
+    limit: Annotated[int, cli.option("questions of each file", "N", min=1)] = 12,
     max_new_tokens: cli.MaxNewTokens = 64,
     dtype: cli.Dtype = "auto",
     json_path: cli.JsonPath = None,

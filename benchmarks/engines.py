@@ -180,7 +180,7 @@ def engines(
     hf = {"model": model, **how}
     ours = {"model": target.name, **how, "compile": compiles}
     arms = {drafter: {"drafter": drafter} for drafter in drafters}
-    generate = {
+    generate: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt lookup": {"prompt_lookup_num_tokens": 10},
         "assisted": {"assisted": True},

@@ -19,7 +19,7 @@ import typer
 from common import prompts_by_file, run
 from slipstream import generate
 from slipstream.cli import common as cli
-from slipstream.engine import session
+from slipstream.engine import engine
 from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
@@ -33,7 +33,7 @@ def answers(
 ) -> list[list[int]]:
     """One answer a prompt."""
     options: Any = {"batch": batch, "temperature": temperature, "max_new_tokens": new, "seed": 0}
-    with mock.patch.object(session, "CHUNK", BATCHES[batch]):
+    with mock.patch.object(engine, "CHUNK", BATCHES[batch]):
         return [list(made.tokens) for made in generate(target, prompts, drafter, **options)]
 
 

@@ -11,7 +11,7 @@ logits in float32 and those of Hugging Face's own modules, over their standard d
 from typing import Annotated, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import run
 from slipstream.cli import common as cli
@@ -98,17 +98,17 @@ class FamiliesReport(Report):
     families: dict[str, Family]
 
     def __rich__(self) -> Figures:
-        table = Figures(self.hardware["cpu"], "family", "layers", *PRECISIONS, "difference")
+        table = Figures(str(self.hardware["cpu"]), "family", "layers", *PRECISIONS, "difference")
         for name, each in self.families.items():
             table.add_row(name, each.layers, *each.exactness.values(), f"{each.difference:.0e}")
         return table
 
 
-def build(kind: str, more: dict[str, Any]) -> PreTrainedModel:
+def build(kind: str, more: dict[str, Any]) -> Any:
     """A random model of this type in float32."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES | more)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model: Any = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * (0.05 if p.dim() > 1 else 0.1))

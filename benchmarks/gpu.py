@@ -294,7 +294,8 @@ def attention_costs(
     holds."""
     if not kernels.has_kernels(target.device, target.dtype):
         return []
-    sizes, how, found = target.sizes, {"device": target.device, "dtype": target.dtype}, []
+    how: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+    sizes, found = target.sizes, []
     heads, kv, D = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
     layer: Any = SimpleNamespace(num_key_value_groups=heads // kv, is_causal=False)
     sdpa = partial(sdpa_attention_forward, layer, scaling=D**-0.5)
@@ -323,7 +324,8 @@ def product_costs(
     """Products of the sizes of the target's linear layers beside torch's, by weights that no cache holds."""
     if not kernels.has_kernels(target.device, target.dtype):
         return []
-    how, found = {"device": target.device, "dtype": target.dtype}, []
+    how: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+    found = []
     for N, K in sorted({m.weight.shape for m in target.shadow_model.modules() if isinstance(m, nn.Linear)}):
         weights = torch.randn(_copies(N * K * target.dtype.itemsize, mib), N, K, **how)
         for R in rows:

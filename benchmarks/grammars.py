@@ -103,6 +103,7 @@ class Guidance:
     """llguidance, as this package uses it."""
 
     def __init__(self, target: HFTarget, eos: int) -> None:
+        assert target.text is not None
         self.words = read_tokenizer(written(target.text), target.vocab, [eos])
 
     def read(self, schema: Schema) -> "Guidance":

@@ -516,7 +516,7 @@ def _schema(chance: random.Random, depth: int = 4) -> Json:
 
 def _pattern(chance: random.Random) -> str:
     """A regular expression, right or nearly."""
-    pieces = ("a", "b", ".", r"\d", r"\w", r"\p{L}", "[^a-z]", "(a|b)", "(", ")", "[", "*", "+", "?", "|")
+    pieces = ["a", "b", ".", r"\d", r"\w", r"\p{L}", "[^a-z]", "(a|b)", "(", ")", "[", "*", "+", "?", "|"]
     pieces += ("{2}", "{3,40}", "{1000}", "{5,}", "^", "$", r"\b", "(?=a)", "é", "(?i)")
     return "".join(chance.choices(pieces, k=chance.choice((1, 4, 12, 60))))
 

@@ -5,6 +5,7 @@ python benchmarks/int8_products.py smollm2 --json benchmarks/results/int8_produc
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -72,17 +73,22 @@ MAKERS = {  # of the layers' products, and of the LM head's
 }
 
 
+def _all(calls: list[partial[torch.Tensor]]) -> None:
+    for call in calls:
+        call()
+
+
 @torch.inference_mode()
 def measured(sizes: list[tuple[int, int]], repeats: int) -> dict[str, dict[int, float]]:
     """Milliseconds by kernel and rows."""
-    found = {}
+    found: dict[str, dict[int, float]] = {}
     for name, (layer, head) in MAKERS.items():
         products = [*(layer(N, K) for N, K in sizes[:-1]), head(*sizes[-1])]
         found[name] = {}
         for rows in ROWS:
             states = {K: torch.randn(1, rows, K).abs().bfloat16() for _, K in sizes}
-            each = list(zip(products, (states[K] for _, K in sizes), strict=True))
-            found[name][rows] = ms(lambda each=each: [product(x) for product, x in each], repeats)
+            calls = [partial(product, states[K]) for product, (_, K) in zip(products, sizes, strict=True)]
+            found[name][rows] = ms(partial(_all, calls), repeats)
     return found
 
 

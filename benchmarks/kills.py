@@ -283,7 +283,7 @@ def killed(case: Case, kills: int, home: Path, moments: random.Random) -> Killed
         different += [f"behind kill {done}: {each}" for each in found]
         visible = {path.name for path in (home / "whole").iterdir()}
         over += sum(path.name not in visible for path in parts.iterdir())
-    how = {"command": case.name, "kills": done, "ended": ended, "seconds": round(took, 2)}
+    how: dict[str, Any] = {"command": case.name, "kills": done, "ended": ended, "seconds": round(took, 2)}
     return Killed(**how, different=different, left_over=over)
 
 

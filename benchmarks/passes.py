@@ -9,6 +9,7 @@ operations at the rate of the products of 32 rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
@@ -102,7 +103,7 @@ def measured(target: HFTarget, contexts: list[int], repeats: int) -> list[dict[s
         for rows in ROWS:
             new = chain(tokens[:, context : context + rows])
             times = (
-                ms(lambda new=new, cache=cache: target(new, cache), repeats),
+                ms(partial(target, new, cache), repeats),
                 ms(shapes.products(rows, shapes.own), repeats),
                 ms(shapes.products(rows, shapes.onednn), repeats),
                 ms(shapes.attention(rows, context), repeats),

@@ -55,7 +55,7 @@ class Slipstream:
         torch.set_num_threads(threads)
         self.target = load_target(model, dtype, **options)
         self.target.warm_up()
-        self.drafters: dict[str, Any] = {}
+        self.drafters: dict[tuple[str, int], Any] = {}
 
     def answer(self, prompts: list[list[int]], new: int, drafter: str) -> Taker:
         from slipstream import load_drafter

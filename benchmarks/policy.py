@@ -246,7 +246,9 @@ def main(
                 parts = [lines[i : i + rows] for i in range(0, len(lines), rows)]
                 groups = [(read(model, load_drafter("auto", model), some), some) for some in parts]
                 for T in heats:
-                    place = dict(zip(AXES, (kind, how == "compiled", n, rows, T), strict=True))
+                    place: dict[str, Any] = dict(
+                        zip(AXES, (kind, how == "compiled", n, rows, T), strict=True)
+                    )
                     cells[tuple(place.values())] = Cell(**place, **cell(model, groups, T))
                     axes = ("dtype", "compiled")
                     about = {name: each for name, each in heading(model).items() if name not in axes}

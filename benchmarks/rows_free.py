@@ -124,7 +124,11 @@ def compare(
         for claim in timed:
             verdict, difference, interval = measurements.verdict(claim)
             if verdict != ABSENT and claim.text in here:
-                what = {"claim": claim.text, "measured": here[claim.text], "computed": verdict}
+                what: dict[str, Any] = {
+                    "claim": claim.text,
+                    "measured": here[claim.text],
+                    "computed": verdict,
+                }
                 what |= {"difference": difference, "interval": interval}
                 relations.append(Computed(table=table.name, **what))
         for figure in entry.figures:
@@ -148,7 +152,7 @@ def main(
     target, raced = load_target(report.target), {each.drafter for each in report.cells if each.how == RACE}
     rows = {name: load_drafter(name, target).rows for name in sorted(raced - PLAIN.keys() - LEFT_OUT)}
     costs: dict[str, Any] = {"passes": passes, "rows": PLAIN | rows, "layer": layer, "head": head}
-    about = {"versions": versions(), "of": Path(tables).name, "gpu": name}
+    about: dict[str, Any] = {"versions": versions(), "of": Path(tables).name, "gpu": name}
     result = RowsFree(**made(), **about, **costs, **compare(report, **costs))
     result.write(json)
     cli.out.print(result)

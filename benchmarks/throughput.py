@@ -15,7 +15,7 @@ it holds are not made again.
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -205,7 +205,7 @@ def main(
         arms, skipped = begun(engines, last, lambda note: shown.update(task, note=note))
         report = ThroughputReport(**{**heading(model), "compiled": True}, skipped=skipped, cells=cells)
         for tokens, (texts, gib) in product(context, sizes):
-            place = {"context": tokens, "batch": texts, "memory": gib}
+            place: dict[str, Any] = {"context": tokens, "batch": texts, "memory": gib}
             if not any(place.items() <= dict(cell).items() for cell in cells):
                 shown.update(task, note=f"{texts or f'in {gib:g} GiB'} texts, {tokens} tokens")
                 if gib:
