@@ -1,7 +1,9 @@
-"""Prompts of people who code, made from the standard library, for `slipstream regenerate`: to edit, explain,
-test and translate a function of it, and to write SQL, shell and small programs. Same seed, same file.
+"""Prompts of people who code: to edit, explain, test and translate a function, and to write SQL, shell and
+small programs. Same seed, same file. Those of the standard library are for `slipstream regenerate`; questions
+for `slipstream bench` are of an installed package, which no head learnt.
 
     python benchmarks/coding_prompts.py --out prompts.jsonl --kind edits --limit 1600
+    python benchmarks/coding_prompts.py --out editing.jsonl --kind edits --limit 12 --of networkx --questions
 """
 
 import argparse
@@ -84,9 +86,8 @@ TASKS = [
 ]
 
 
-def functions(rng: random.Random, least: int, most: int) -> Iterator[str]:
-    """Functions and classes of the standard library with so many characters."""
-    home = Path(sysconfig.get_paths()["stdlib"])
+def functions(rng: random.Random, home: Path, least: int, most: int) -> Iterator[str]:
+    """Functions and classes with so many characters of the library in a directory."""
     files = [
         path
         for path in sorted(home.rglob("*.py"))
@@ -108,12 +109,12 @@ def functions(rng: random.Random, least: int, most: int) -> Iterator[str]:
         yield from islice((text for text in texts if least <= len(text) <= most), 4)
 
 
-def about_code(asks: list[str], rng: random.Random, least: int, most: int) -> Iterator[str]:
-    for text in functions(rng, least, most):
+def about_code(asks: list[str], rng: random.Random, home: Path, least: int, most: int) -> Iterator[str]:
+    for text in functions(rng, home, least, most):
         yield f"{rng.choice(asks)}\n\n```python\n{text}\n```"
 
 
-def short(rng: random.Random) -> Iterator[str]:
+def short(rng: random.Random, home: Path) -> Iterator[str]:
     """SQL, shell and small programs."""
     while True:
         table, columns = rng.choice(list(SQL.items()))
@@ -128,8 +129,8 @@ def short(rng: random.Random) -> Iterator[str]:
 
 
 KINDS = {
-    "edits": lambda rng: about_code(EDITS, rng, 400, 6000),
-    "code": lambda rng: about_code(CODE, rng, 200, 3000),
+    "edits": lambda rng, home: about_code(EDITS, rng, home, 400, 6000),
+    "code": lambda rng, home: about_code(CODE, rng, home, 200, 3000),
     "short": short,
 }
 
@@ -140,13 +141,19 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--of", help="an installed package; default: the standard library")
+    parser.add_argument("--questions", action="store_true", help="rows for slipstream bench")
     args = parser.parse_args()
-    prompts = list(
-        islice(dict.fromkeys(islice(KINDS[args.kind](random.Random(args.seed)), 4 * args.limit)), args.limit)
-    )
-    args.out.write_text(
-        "".join(json.dumps({"messages": [{"role": "user", "content": prompt}]}) + "\n" for prompt in prompts)
-    )
+    paths = sysconfig.get_paths()
+    home = Path(paths["purelib"]) / args.of if args.of else Path(paths["stdlib"])
+    texts = islice(KINDS[args.kind](random.Random(args.seed), home), 4 * args.limit)
+    prompts = list(islice(dict.fromkeys(texts), args.limit))
+    if args.questions:
+        named = enumerate(prompts)
+        rows = [{"question_id": i, "category": args.kind, "turns": [prompt]} for i, prompt in named]
+    else:
+        rows = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(prompts)} prompts in {args.out}")
 
 
