@@ -80,8 +80,8 @@ class ChatSession:
                 engine.check([request])
                 tracer.take([request])
                 self.shared = request.shared
-                spent = engine.seconds - began
-                self.last = replace(generation(request, spent), finish=request.finish or "length")
+                answer = generation(request, engine.seconds - began)
+                self.last = replace(answer, finish=request.finish or "length")
                 yield request.new_pieces()
         finally:
             engine.cancel(request)

@@ -1,7 +1,7 @@
 """Engine: requests share passes of the target, and join and leave at any step. No drafter is named here."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial, wraps
@@ -78,8 +78,7 @@ class Engine:
     Args:
         rows: requests that may be under way at once.
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        specs: trees that steps may ask for beside the drafter's own; the largest one has room, and the
-            deepest one says how deep a parallel head drafts.
+        specs: trees that steps may ask for beside the drafter's own; the largest one has room.
         policy: chooses the tree of a step that asks for none.
         keep: tokens of texts whose caches are kept, for prompts that begin as they did.
 
@@ -171,22 +170,22 @@ class Engine:
         """One pass: the next chunk of prompts, or `decode`. Returns the requests that it brought tokens, by
         row of `span`. What fails one of them alone stands in its `error`."""
         self.free()
-        if self.waiting and self.prefill is None and (group := self._next()):
-            self.begin(*group)
+        if self.prefill is None and (count := self._fitting()):
+            self.joining = [self.waiting.popleft() for _ in range(count)]
+            self.begin(*self.joining)
         if self.prefill is not None and not self.due:
             return self.read()
         return self.decode(limit, spec) if self.running else []
 
-    def _next(self) -> list[Request]:
-        """Requests to join now, the oldest first: those of the free rows that are worth reading together."""
-        fit, alone = list[Request](), any(request.alone for request in self.running)
+    def _fitting(self) -> int:
+        """How many of the oldest requests to read together now, in the free rows."""
+        prompts, alone = list[list[int]](), any(request.alone for request in self.running)
         for request in islice(self.waiting, self.rows - len(self.running)):
-            if alone or (request.alone and (fit or self.running)):
+            if alone or (request.alone and (prompts or self.running)):
                 break
-            fit.append(request)
+            prompts.append(request.prompt)
             alone = request.alone
-        self.joining = [self.waiting.popleft() for _ in range(together(each.prompt for each in fit))]
-        return self.joining
+        return together(prompts)
 
     def admit(self, *requests: Request) -> list[Request]:
         """`begin`, and `read` to the end."""
@@ -213,13 +212,10 @@ class Engine:
         state.share_storage(self.state)
         rows, prompts = [request.sampling for request in requests], [request.prompt for request in requests]
         sampler = Sampler(rows, prompts, self.target.vocab, device)
-        capacities = self.capacities
         for row, request in enumerate(requests):
             request.began = request.began or perf_counter()
             request.number, request.sequence = self._admitted + row, list(request.prompt)
             request.shared = self._prefixes.take(request.prompt, request.salt, cache, state, row)
-        if self.capacities != capacities:
-            self._captured.clear()
         # With others under way a chunk is one of all prompts together.
         width = max(1, CHUNK // count) if self.running else CHUNK
         chunks = chunked([request.prompt[request.shared :] for request in requests], device, width)
@@ -232,7 +228,7 @@ class Engine:
         """Read a chunk of the prompts of those that join. Returns nothing before the last, and then these
         requests, which have their first token each."""
         assert self.prefill is not None, "no prompts are being read: begin comes first"
-        lap, capacities, new = _stopwatch(), self.capacities, self.prefill
+        lap, new = _stopwatch(), self.prefill
         try:
             tokens, nexts, count, last = next(new.chunks)
             self.waited += tokens.numel() if self.running else 0
@@ -240,14 +236,12 @@ class Engine:
         except BaseException:
             self.prefill = None  # others may be read
             raise
-        if self.capacities != capacities:  # steps were captured over memory that is given up
-            self._captured.clear()
         if not last:
             self.seconds.prefill += lap()
             return []
         self.span, self.prefill = span, None
-        read = {row: list(request.prompt) for row, request in enumerate(new.requests)}
-        self._remember(new.requests, read, new.sampler, new.cache, new.state)
+        for row, request in enumerate(new.requests):
+            self._remember(row, request.salt, list(request.prompt), new.sampler, new.cache, new.state)
         self.cache.join(new.cache)
         self.state.join(new.state)
         self.sampler = self.sampler.join(new.sampler)
@@ -306,7 +300,7 @@ class Engine:
             self.seconds.draft += lap()
             self.span = self._check(tree)
         lap()
-        results = self._results(self.span)
+        results = _results(self.span, self.sampler)
         self.seconds.host += lap()
         return results
 
@@ -321,9 +315,8 @@ class Engine:
         """Other requests are under way. Steps read which of them get no guesses as a tensor, which must be
         there before they are captured."""
         self.running = running
-        self._plain = torch.tensor(
-            [request.plain for request in running], dtype=torch.bool, device=self.target.device
-        )[:, None]
+        plain, device = [request.plain for request in running], self.target.device
+        self._plain = torch.tensor(plain, dtype=torch.bool, device=device)[:, None]
         self._captured.clear()
 
     def _propose(self, spec: TreeSpec | None) -> Tree:
@@ -361,15 +354,6 @@ class Engine:
         self.seconds = replace(before, verify=before.verify + lap())
         return span
 
-    def _results(self, span: Span) -> list[Result]:
-        """The step's one copy to the host: counts, drafted depths, whether scores are finite, and tokens."""
-        assert span.tree is not None
-        depths = replace(span.tree, probes=None).layout().depths
-        drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
-        figures = torch.stack([span.count, drafted, self.sampler.finite], 1)
-        rows = torch.cat([figures, span.nexts], 1).tolist()
-        return [(tokens[:count], deepest, bool(finite)) for count, deepest, finite, *tokens in rows]
-
     def _take(self, requests: Sequence[Request], results: Iterable[Result]) -> list[Request]:
         """Let the requests of the last rows take what a pass brought. What fails here fails one of them
         alone, such as a dead end of its grammar, which the next pass would meet."""
@@ -396,7 +380,7 @@ class Engine:
         """Let ended and cancelled requests leave. The last rows move into theirs."""
         if gone := [row for row, request in enumerate(self.running) if request.done]:
             self._leave(gone)
-        if self.joining and all(request.done for request in self.joining):
+        if all(request.done for request in self.joining):
             self.joining, self.prefill = [], None
 
     @_in_turn
@@ -405,10 +389,10 @@ class Engine:
         movers = iter([row for row in range(left, len(self.running)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.flush(self.lengths)
-        read = {row: self.running[row].sequence[:-1] for row in gone}
-        self._remember(self.running, read, self.sampler, self.cache, self.state)
         for row in gone:
-            self.running[row].sequence = []
+            request = self.running[row]
+            read, request.sequence = request.sequence[:-1], []
+            self._remember(row, request.salt, read, self.sampler, self.cache, self.state)
         if non_finite := [row for row, finite in enumerate(self.sampler.finite.tolist()) if not finite]:
             for cache in (self.cache, *self.state.caches):
                 cache.wipe(non_finite)
@@ -419,19 +403,12 @@ class Engine:
         self.seconds.host += lap()
 
     def _remember(
-        self,
-        requests: Sequence[Request],
-        read: Mapping[int, list[int]],
-        sampler: Sampler,
-        cache: KVCache,
-        state: State,
+        self, row: int, salt: int, read: list[int], sampler: Sampler, cache: KVCache, state: State
     ) -> None:
-        """Keep what was `read` in some rows, where there is room and all numbers were finite."""
-        finite = sampler.finite.tolist() if self.keep else []
-        for row, tokens in read.items():
-            if finite and finite[row]:
-                with suppress(MemoryError, torch.OutOfMemoryError):
-                    self._prefixes.put(tokens, requests[row].salt, cache, state, row)
+        """Keep what was `read` in a row, where there is room and all numbers were finite."""
+        if self.keep and bool(sampler.finite[row]):
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                self._prefixes.put(read, salt, cache, state, row)
 
     @property
     def suspects(self) -> list[Request]:
@@ -446,6 +423,16 @@ class Engine:
             request.again = len(request.tokens)
         self.waiting.extendleft(reversed(begun))
         self._start()
+
+
+def _results(span: Span, sampler: Sampler) -> list[Result]:
+    """The step's one copy to the host: counts, drafted depths, whether scores are finite, and tokens."""
+    assert span.tree is not None
+    depths = replace(span.tree, probes=None).layout().depths
+    drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
+    figures = torch.stack([span.count, drafted, sampler.finite], 1)
+    rows = torch.cat([figures, span.nexts], 1).tolist()
+    return [(tokens[:count], deepest, bool(finite)) for count, deepest, finite, *tokens in rows]
 
 
 def _stopwatch() -> Callable[[], float]:

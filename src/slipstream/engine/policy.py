@@ -50,11 +50,9 @@ class Accepted:
         return self.mean + HOPE * sqrt(self.mean / self.rounds)
 
     def fade(self, left: float, least: float = TOLD) -> None:
-        """Rounds of other trees went by. A mean of many rounds is never worth as little as a guess; one of
-        fewer, no less than `least`."""
-        least = TOLD if self.rounds > TOLD else least
-        if self.rounds > least:
-            self.rounds = max(least, self.rounds * left)
+        """Rounds of other trees went by. A mean of many rounds stays worth `TOLD`, one of fewer `least`."""
+        least = TOLD if self.rounds > TOLD else min(self.rounds, least)
+        self.rounds = max(least, self.rounds * left)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -91,9 +89,10 @@ class TreeStatistics:
         """Of a tree in a match bucket; a guess before any was counted."""
         if (tree, bucket) not in self.accepted:
             spec, match = self.trees[tree], MATCHED[bucket]
-            grown = FIRST + GROWN * log2(spec.nodes) if spec.children else 0.0
             if spec.is_chain:
                 grown = _chain_tokens(CHAINED, spec)
+            else:
+                grown = FIRST + GROWN * log2(spec.nodes) if spec.children else 0.0
             self.accepted[tree, bucket] = Accepted(_chain_tokens(match, spec) + (1 - match) * grown)
         return self.accepted[tree, bucket]
 
