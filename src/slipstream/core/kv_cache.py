@@ -16,18 +16,12 @@ NewValues = Float[Tensor, "B heads R Dv"]
 
 
 class LayerView(NamedTuple):
-    """One layer of a cache in one round, as tensors alone, for compiled passes.
+    """One layer of a cache in one round, as tensors alone, for compiled passes."""
 
-    Attributes:
-        keys, values: to full capacity.
-        slots: where `write` puts new rows.
-        used: the slots that `read` returns.
-    """
-
-    keys: Float[Tensor, "B heads C D"]
+    keys: Float[Tensor, "B heads C D"]  # to full capacity
     values: Float[Tensor, "B heads C Dv"]
-    slots: Int[Tensor, "B R"]
-    used: Int[Tensor, " S"]
+    slots: Int[Tensor, "B R"]  # where `write` puts new rows
+    used: Int[Tensor, " S"]  # the slots that `read` returns
 
     @property
     def layers(self) -> int:
@@ -49,17 +43,8 @@ def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: 
 
 
 class Storage:
-    """The memory behind the caches of one engine, copied only to hold longer texts.
-
-    Args:
-        like: keys and values of one layer, of any number of rows and slots. By default the first write tells
-            their shape and dtype.
-
-    Attributes:
-        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty until allocated.
-        prefix: slots that `memory` fills at the beginning of each row.
-        capacity: slots for a row's text. One more, never read, spares a pass over all slots its own graph.
-    """
+    """The memory behind the caches of one engine, copied only to hold longer texts. `like`: keys and values
+    of one layer, of any number of rows and slots; by default the first write tells their shape and dtype."""
 
     def __init__(
         self,
@@ -68,9 +53,10 @@ class Storage:
         memory: Float[Tensor, "L 2 P heads D"] | None,
         like: tuple[NewKeys, NewValues] | None,
     ) -> None:
-        self.layers, self.rows, self.memory, self.like, self.capacity = layers, rows, memory, like, 0
-        self.prefix = 0 if memory is None else memory.shape[2]
-        self.stored: list[Tensor] = []
+        self.layers, self.rows, self.memory, self.like = layers, rows, memory, like
+        self.prefix = 0 if memory is None else memory.shape[2]  # slots that it fills at each row's beginning
+        self.capacity = 0  # slots for a row's text; one more, never read, spares a full pass its own graph
+        self.stored: list[Tensor] = []  # keys and values [L, rows, heads, S, D or Dv], once allocated
 
     def hold(self, slots: int) -> None:
         """Grow to texts of so many tokens. What is stored stays."""
@@ -103,16 +89,15 @@ class KVCache:
         batch: B, and the rows of the storage.
         memory: what only probes read (BiTA's prompts), in the first P slots of every row, at no position.
         like: see `Storage`.
-
-    Attributes:
-        lengths: tokens of each text.
-        texts: the number of the text in each row, which an engine counts.
-        bound: upper bound on `lengths`, known to the host; exact after `flush`.
-        view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
-        used: these slots, counted from 0.
-        slots: the reserved ones of each row.
-        stored: keys and values of these rows; empty before they are allocated.
     """
+
+    lengths: Int[Tensor, " B"]  # tokens of each text
+    texts: Int[Tensor, " B"]  # the number of the text in each row, which an engine counts
+    bound: int  # on `lengths`, from above, known to the host; exact after `flush`
+    view: int  # slots that a pass reads: memory, text and the reserved rows, up to the next bucket
+    used: Int[Tensor, " S"]  # these slots, counted from 0
+    slots: Int[Tensor, "B R"]  # the reserved ones of each row
+    stored: list[Tensor]  # keys and values of these rows; empty before they are allocated
 
     def __init__(
         self,
@@ -125,10 +110,9 @@ class KVCache:
         self.storage, self.layers = Storage(layers, batch, memory, like), layers
         self.first = self.bound = self.view = 0
         self.prefix = self.storage.prefix
-        self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
-        self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
-        self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
-        self.slots: Int[Tensor, "B R"] = self.lengths[:, None]
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.texts, self.used = torch.arange(batch, device=device), torch.arange(0, device=device)
+        self.slots = self.lengths[:, None]
         self._start: int | None = None  # first slot of this round where all rows agree
         self._refresh()
 

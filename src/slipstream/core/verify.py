@@ -48,15 +48,11 @@ def multi_round(
     rows = torch.arange(len(node), device=node.device)
     p = sampler.law(logits)
     q = None if tree.law is None else tree.law[rows, node].double()
-    waiting = _children(tree, node)
-    child = torch.full_like(node, -1)
-    sibling = 0
+    waiting, child, sibling = _children(tree, node), torch.full_like(node, -1), 0
     while bool(waiting.any()):
-        judged = waiting.any(1)
-        slot = waiting.int().argmax(1)
+        judged, slot = waiting.any(1), waiting.int().argmax(1)
         x = tree.tokens[rows, slot].clamp(min=0)
-        ratio = acceptance(p, q, x)
-        accepted = judged & sampler.accept(ratio, position, sibling)
+        accepted = judged & sampler.accept(acceptance(p, q, x), position, sibling)
         child = torch.where(accepted, slot, child)
         rejected = (judged & ~accepted)[:, None]
         p = torch.where(rejected, residual(p, q, x), p)

@@ -125,10 +125,7 @@ def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
 
 
 def _store(
-    target: Target,
-    drafter: Drafter,
-    costs: dict[int, list[float]],
-    known: TreeStatistics | None = None,
+    target: Target, drafter: Drafter, costs: dict[int, list[float]], known: TreeStatistics | None = None
 ) -> None:
     """What rounds cost, by numbers of texts, and what was accepted. Entries of other trees of the drafter's
     name stay. A cache that cannot be written is no error."""
@@ -158,7 +155,7 @@ def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[flo
     seconds, catch_up = dict[int, list[float]](), dict[int, float]()
     for what, entry in _stored(target, drafter).items():
         number = what.removeprefix(place)
-        costs, late = [entry.get(name) for name in trees], entry.get(CATCH_UP)
+        costs, late = [entry.get(name, math.nan) for name in trees], entry.get(CATCH_UP, math.nan)
         numbers = all(isinstance(x, int | float) and 0 <= x < math.inf for x in (*costs, late))
         if what.startswith(place) and number.isdigit() and numbers and all(costs):
             seconds[int(number)], catch_up[int(number)] = costs, late

@@ -18,18 +18,13 @@ class Detokenizer:
 
     It holds back incomplete characters and what may become a stop string. Tokens are decoded together with
     those released last, because a decoder may look back.
-
-    Attributes:
-        stopped: a stop string is complete, and nothing follows.
-        released: characters of the pieces so far.
-        decoded: characters of all tokens so far.
     """
 
     def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
         self.text, self.stop = text, tuple(stop)
         self._silent = silent_stops(text, stop)
-        self.stopped = False
-        self.released = self.decoded = 0
+        self.stopped = False  # a stop string is complete, and nothing follows
+        self.released = self.decoded = 0  # characters of the pieces so far, and of all tokens
         self._context = list[int]()  # the tokens that were released last
         self._fresh = list[int]()  # the tokens after them, whose text is not all released
         self._start = 0  # characters before the fresh tokens' text

@@ -74,36 +74,20 @@ class Engine:
 
     A text depends on its prompt and its sampling alone, not on the texts beside it. It takes a free row of
     caches that are allocated once. No pass reads free rows.
-
-    Args:
-        rows: requests that may be under way at once.
-        capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        specs: trees that steps may ask for beside the drafter's own; the largest one has room.
-        policy: chooses the tree of a step that asks for none.
-        keep: tokens of texts whose caches are kept, for prompts that begin as they did.
-
-    Attributes:
-        waiting: requests without a row, the oldest first.
-        joining: those whose prompts are being read; `prefill` is None where that failed.
-        running: those under way, in the order of their rows. Ended ones leave at the next step, or by `free`.
-        scratch_slots: those that its largest tree needs.
-        seconds: where the time went so far.
-        span: what the last step read, or the last chunk of prompts.
-        waited: tokens of prompts, padding included, that requests under way have waited for since a step.
     """
 
     target: Target
     drafter: Drafter
     law: Law = coupled
-    rows: int = 1
-    capacity: int = 0
-    specs: Sequence[TreeSpec] = ()
-    policy: Policy | None = None
-    keep: int = 0
+    rows: int = 1  # requests that may be under way at once
+    capacity: int = 0  # tokens of the longest text, if known; caches that are too small grow by blocks
+    specs: Sequence[TreeSpec] = ()  # trees that steps may ask for beside the drafter's own
+    policy: Policy | None = None  # chooses the tree of a step that asks for none
+    keep: int = 0  # tokens of texts whose caches are kept, for prompts that begin as they did
 
     def __post_init__(self) -> None:
-        self.waiting = deque[Request]()
-        self.seconds = Seconds()
+        self.waiting = deque[Request]()  # requests without a row, the oldest first
+        self.seconds = Seconds()  # where the time went so far
         self._admitted = 0
         self._record = recorder(self.target) if self.law is coupled else None  # others look at what they drew
         # Of all trees, which are checked.
@@ -112,10 +96,11 @@ class Engine:
 
     def _start(self) -> None:
         target, drafter = self.target, self.drafter
-        self.running, self.joining = list[Request](), list[Request]()
-        self.prefill: Prefill | None = None
-        self.span: Span | None = None
-        self.waited = 0
+        self.running = list[Request]()  # in the order of their rows; ended ones leave at the next step
+        self.joining = list[Request]()  # whose prompts are being read
+        self.prefill: Prefill | None = None  # None though requests are joining: that failed
+        self.span: Span | None = None  # what the last step read, or the last chunk of prompts
+        self.waited = 0  # tokens of prompts, padding included, that those under way waited for since a step
         self._forced = False  # in the last step a grammar added tokens
         self._captured: dict[TreeSpec | None, Captured] = {}
         self._prefixes = PrefixCache(self.keep)
@@ -130,11 +115,6 @@ class Engine:
         self.cache.select([])
         self.state.select([])
         self._regroup([])
-
-    @property
-    def capacities(self) -> list[int]:
-        """Slots for a text in each of the caches."""
-        return [cache.storage.capacity for cache in (self.cache, *self.state.caches)]
 
     @property
     def numbers(self) -> list[int]:

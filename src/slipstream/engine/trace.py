@@ -24,13 +24,7 @@ SHARES = 10_000  # probabilities are whole numbers of these parts on a page
 
 
 class Opening(Part):
-    """What a request's first line says of it.
-
-    Attributes:
-        text: the prompt as the target reads it, without a tokenizer its ids.
-        first: what the pass of the prompt brought, as text.
-        prefill: seconds of the prompt's pass, which requests that joined together share.
-    """
+    """What a request's first line says of it."""
 
     schema_version: int = Field(alias="schema")
     command: str
@@ -41,42 +35,28 @@ class Opening(Part):
     compiled: bool
     temperature: float
     seed: int
-    text: str
-    first: str
-    prefill: float
+    text: str  # the prompt as the target reads it, without a tokenizer its ids
+    first: str  # what the pass of the prompt brought, as text
+    prefill: float  # seconds of the prompt's pass, which requests that joined together share
 
 
 class TracedStep(Part):
-    """One step of one request: its tree, what was accepted, and the target's own token behind it.
+    """One step of one request: its tree, what was accepted, and the target's own token behind it."""
 
-    Attributes:
-        row: the request's number, counted from 0 in order of the prompts.
-        round: the step's, counted from 0; `opening` is there in the first.
-        tokens, parents: of the tree's nodes; the root is its own parent, and a token of −1 is no guess.
-        texts: of the tokens.
-        p: the target's probability of each node behind its parent, at temperature 1 and without cuts.
-        q: the drafter's; None where it gives none.
-        accepted: the slots of the accepted path, the root first.
-        next, next_text, next_p: the target's own token behind the path.
-        pieces: of the tokens that stand in the answer, accepted ones and the own one: the text that each made
-            certain.
-        seconds: of the step: `draft`, `verify` and `host`. Requests of a batch share them.
-    """
-
-    row: int
-    round: int
-    tokens: list[int]
-    parents: list[int]
-    accepted: list[int]
-    next: int
-    texts: list[str]
-    p: list[float | None]
-    q: list[float | None]
+    row: int  # the request's number, counted from 0 in order of the prompts
+    round: int  # the step's, counted from 0
+    tokens: list[int]  # of the tree's nodes; −1 is no guess
+    parents: list[int]  # of the nodes; the root is its own
+    accepted: list[int]  # the slots of the accepted path, the root first
+    next: int  # the target's own token behind the path
+    texts: list[str]  # of the tokens
+    p: list[float | None]  # the target's probability of each behind its parent, at temperature 1 without cuts
+    q: list[float | None]  # the drafter's; None where it gives none
     next_text: str
     next_p: float
-    pieces: list[str]
-    seconds: dict[str, float]
-    opening: Opening | None = None
+    pieces: list[str]  # what each token that stands in the answer, accepted ones and the own, made certain
+    seconds: dict[str, float]  # by `PARTS`; requests of a batch share them
+    opening: Opening | None = None  # in the first step
 
     @model_validator(mode="after")
     def is_a_tree(self) -> "TracedStep":
@@ -111,9 +91,10 @@ class Tracer:
         trees = PassTrees(self.target, self.engine.span)
         for row, request in enumerate(requests):
             pieces = request.pieces or [written(self.target, token) for token in request.tokens]
-            start, line = len(request.tokens) - len(request.fresh), {"row": request.number}
-            line |= {"round": len(request.steps) - 1, **trees.row(row, pieces[start:], seconds)}
-            if len(request.steps) == 1:
+            start, steps = len(request.tokens) - len(request.fresh), len(request.steps)
+            line: dict[str, Any] = {"row": request.number, "round": steps - 1}
+            line |= trees.row(row, pieces[start:], seconds)
+            if steps == 1:
                 line |= {"opening": self._opening(request, "".join(pieces[:start]))}
             self.file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
