@@ -190,8 +190,7 @@ class KVCache:
         self._refresh()
 
     def reserve(self, rows: int, after: int = 0) -> None:
-        """Set aside the next `rows` slots of every row, behind `after` scratch slots of the round's earlier
-        passes. The storage grows where they do not fit."""
+        """Set aside `rows` more slots of every row, behind `after` slots of the round's passes so far."""
         needed = self.bound + after + rows
         self._hold(needed, *(self.storage.like or ()))
         filled = -(-(self.prefix + needed) // BUCKET) * BUCKET

@@ -112,8 +112,7 @@ class LMHead(nn.Module):
     """States to logits, float32 at least: cap · tanh(scale · (W h + b) / cap).
 
     Cohere and Granite scale their logits, Gemma caps them. W holds some rows of the vocabulary [Vd, H], or a
-    quantised head's, as `product` reads them. The weights are non-persistent buffers, so that a module that
-    holds this one neither trains nor saves them.
+    quantised head's, as `product` reads them. A module that holds this one neither trains nor saves them.
     """
 
     weight: Tensor

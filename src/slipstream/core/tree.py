@@ -23,14 +23,10 @@ class TreeLayout(NamedTuple):
 
 
 class SharedLayout(TreeLayout):
-    """A cached layout of many passes, which nobody may change.
-
-    Attributes:
-        derived: values computed from it, kept here.
-    """
+    """A cached layout of many passes, which nobody may change."""
 
     def __init__(self, *_: Tensor) -> None:
-        self.derived: dict[Hashable, Any] = {}
+        self.derived: dict[Hashable, Any] = {}  # values computed from it
 
 
 class Probes(NamedTuple):

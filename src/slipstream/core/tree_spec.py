@@ -152,8 +152,7 @@ def _inner(paths: tuple[Path, ...], device: torch.device) -> Int[Tensor, " n"]:
 
 
 def check_affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
-    """Raises ValueError if a round would cost too many draft steps, rows that they read, or rows of the
-    target's pass."""
+    """Raises ValueError if a round would cost too many draft steps, rows in them, or rows of the target's."""
     if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
         raise ValueError(
             f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target "

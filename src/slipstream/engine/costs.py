@@ -103,15 +103,14 @@ def _setting(target: Target, texts: int | str) -> str:
 
 
 def _key(target: Target, drafter: Drafter, what: str) -> str:
-    """Quantised copies have their model's fingerprint, and begin with what it accepted. Costs are shared by
-    all temperatures: rounds soon show what noise adds to them."""
+    """Quantised copies have their model's fingerprint, and begin with what it accepted. Temperatures share
+    costs: rounds soon show what noise adds."""
     name = drafter.name if what == ACCEPTED else drafter.name.removesuffix(SAMPLED)
     return f"{target.fingerprint} {name}"
 
 
 def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
-    """Of this drafter, by what it is: costs in a setting, or what was accepted. A damaged file is deleted:
-    what it held is measured again."""
+    """Of this drafter: costs by their setting, and what was accepted. A damaged file is deleted."""
     path = cache_home() / FILE
     try:
         results = read_results(path)

@@ -285,15 +285,13 @@ class Engine:
         return results
 
     def _must_follow(self) -> list[bool]:
-        """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
-        may reach further than that."""
+        """Which of several texts go on as their grammars say; guesses for a single text may reach further."""
         if len(self.running) == 1 or not any(self.sampler.grammar_states):
             return [False] * len(self.running)
         return [bool(tokens) for tokens in must_follow(self.sampler.grammar_states, self.state.root.tolist())]
 
     def _regroup(self, running: list[Request]) -> None:
-        """Other requests are under way. Steps read which of them get no guesses as a tensor, which must be
-        there before they are captured."""
+        """Other requests are under way. A captured step needs the tensor of those that get no guesses."""
         self.running = running
         plain, device = [request.plain for request in running], self.target.device
         self._plain = torch.tensor(plain, dtype=torch.bool, device=device)[:, None]
@@ -336,7 +334,7 @@ class Engine:
 
     def _take(self, requests: Sequence[Request], results: Iterable[Result]) -> list[Request]:
         """Let the requests of the last rows take what a pass brought. What fails here fails one of them
-        alone, such as a dead end of its grammar, which the next pass would meet."""
+        alone, such as a dead end that the next pass would meet."""
         began, walks = perf_counter(), self.sampler.grammar_states[-len(requests) :]
         for request, walk, result in zip(requests, walks, results, strict=True):
             try:

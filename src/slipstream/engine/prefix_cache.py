@@ -64,8 +64,7 @@ class PrefixCache:
             del self._prefixes[0]
 
     def take(self, prompt: Sequence[int], salt: int, cache: KVCache, state: State, row: int) -> int:
-        """Fill a row, which has read nothing, with what is known of a prompt's beginning. Returns how many
-        tokens need not be read."""
+        """Fill an empty row with what is known of a prompt's beginning. Returns how many tokens that are."""
         own = [prefix for prefix in self._prefixes if prefix.salt == salt]
         best = max(own, key=lambda prefix: prefix.shared(prompt), default=None)
         if best is None or (shared := best.shared(prompt)) < LEAST:

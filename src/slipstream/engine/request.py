@@ -108,8 +108,7 @@ class Request:
             self.steps.append(Step(drafted, len(tokens) - 1, len(self.fresh)))
 
     def released(self) -> list[int]:
-        """Tokens not returned before that are part of the text for certain. A token in which a stop string
-        begins is not."""
+        """Tokens not returned before that are certain to be text: in none of them may a stop string begin."""
         start, end = self._released, len(self.tokens)
         if self._reader is not None:
             end = next((i for i in range(start, end) if min(self._ends[i:]) > self._reader.released), end)
@@ -123,8 +122,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The text, without special tokens and without the stop string that ended it; empty where there is no
-        tokenizer."""
+        """The text, without special tokens and the stop string that ended it; "" without a tokenizer."""
         if self._reader is not None:
             return "".join(self.pieces)
         return "" if self.tokenizer is None else self.tokenizer.decode(self.tokens)

@@ -49,17 +49,14 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Row:
-    """What a processor is made from: a prompt, as ids [1, start], and the parameters of its answer."""
+    """What a processor is made from."""
 
-    prompt: Any  # Hugging Face calls it a LongTensor
+    params: "SamplingParams"
+    prompt: Any  # ids [1, start], which Hugging Face calls a LongTensor
     start: int
-    device: Any
     limit: int  # the most tokens that the answer may have
     eos: list[int]
-    temperature: float
-    forces_bos: bool
-    vocab: int
-    stopped: Callable[[list[int]], bool]  # whether an answer so far holds a stop string
+    device: Any
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,11 @@ class BeforeTopK:
     """A warper between temperature and top-k, as a processor, which runs before both."""
 
     warper: Any
-    temperature: float
+    params: "SamplingParams"
 
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        return x.masked_fill(self.warper(ids, x / self.temperature) == -torch.inf, -torch.inf)
+        scores = self.warper(ids, x / self.params.sampling.temperature)
+        return x.masked_fill(scores == -torch.inf, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class BeforeEnd:
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
         answer = ids[0, self.row.start :].tolist()
         ended = len(answer) >= self.row.limit or any(end in answer for end in self.row.eos)
-        return x if ended or self.row.stopped(answer) else self.processor(ids, x)
+        return x if ended or self.row.params.stopped(answer) else self.processor(ids, x)
 
     @property
     def __name__(self) -> str:
@@ -91,11 +89,11 @@ class BeforeEnd:
 
 
 def _forced_bos(value: Any, row: Row) -> Processor:
-    return hf.ForcedBOSTokenLogitsProcessor(*checked_ids([value], row.vocab, "it"))
+    return hf.ForcedBOSTokenLogitsProcessor(*checked_ids([value], row.params.target.vocab, "it"))
 
 
 def _forced_eos(value: Any, row: Row) -> Processor:
-    ids = checked_ids(several(value), row.vocab, "it")
+    ids = checked_ids(several(value), row.params.target.vocab, "it")
     return hf.ForcedEOSTokenLogitsProcessor(row.start + row.limit, ids, row.device)
 
 
@@ -104,14 +102,15 @@ def _decay(value: Any, row: Row) -> Processor:
 
 
 def _suppress_at_begin(value: Any, row: Row) -> Processor:
-    forced = row.forces_bos and row.start == 1  # then the second token is the first that is chosen
-    return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + forced, row.device)
+    forced = row.params.target.generation_config.forced_bos_token_id is not None
+    second = forced and row.start == 1  # the second token is the first that is chosen
+    return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + second, row.device)
 
 
 def _watermark(value: Any, row: Row) -> Processor:
     if not isinstance(value, hf.WatermarkingConfig):  # SynthID's processor counts its calls
         raise ValueError(f"a {type(value).__name__} cannot be applied to a tree: use a WatermarkingConfig")
-    processor: Processor = value.construct_processor(row.vocab, row.device)
+    processor: Processor = value.construct_processor(row.params.target.vocab, row.device)
     return processor
 
 
@@ -134,7 +133,7 @@ PROCESSORS: Table = {
     "suppress_tokens": (None, lambda x, r: hf.SuppressTokensLogitsProcessor(x, r.device)),
     "begin_suppress_tokens": (None, _suppress_at_begin),
 }
-TOP_H: Table = {"top_h": (None, lambda x, r: BeforeTopK(hf.TopHLogitsWarper(x), r.temperature))}
+TOP_H: Table = {"top_h": (None, lambda x, r: BeforeTopK(hf.TopHLogitsWarper(x), r.params))}
 WARPERS: Table = {
     "typical_p": (1, lambda x, r: hf.TypicalLogitsWarper(x)),
     "epsilon_cutoff": (0, lambda x, r: hf.EpsilonLogitsWarper(x)),
@@ -160,16 +159,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of a call of `generate`.
-
-    Attributes:
-        sampling: the first row's, without what depends on its prompt.
-        max_new_tokens: None if the target's `max_length` decides.
-    """
+    """The parameters of a call of `generate`."""
 
     target: Target
-    sampling: Sampling
-    max_new_tokens: int | None
+    sampling: Sampling  # the first row's, without what depends on its prompt
+    max_new_tokens: int | None  # None if the target's `max_length` decides
     eos: frozenset[int]
     stop: tuple[str, ...]
 
@@ -220,29 +214,19 @@ class SamplingParams:
         return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
 
     def request(self, i: int, prompt: list[int], limit: int | None = None, **fields: Any) -> Request:
-        """The i-th request of a batch, for at most `limit` tokens; `fields`: others of it. Raises ValueError
-        if the answer has no room."""
+        """The i-th request of a batch; `fields`: others of it. Raises ValueError if it has no room."""
         limit = self.limit(prompt) if limit is None else limit
         text = self.target.text
         return Request(prompt, self.row(i, prompt), limit, self.eos, self.stop, text, **fields)
 
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
         """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
-        target, config, own = self.target, self.target.generation_config, self.sampling
-        device = target.device
-        row = Row(
-            prompt=torch.tensor([list(prompt)], device=device),
-            start=len(prompt),
-            device=device,
-            limit=self.limit(prompt),
-            eos=sorted(token for token in self.eos if token < target.vocab),
-            temperature=own.temperature,
-            forces_bos=config.forced_bos_token_id is not None,
-            vocab=target.vocab,
-            stopped=self._stopped,
-        )
+        target, own = self.target, self.sampling
+        ids = torch.tensor([list(prompt)], device=target.device)
+        eos = sorted(token for token in self.eos if token < target.vocab)
+        row = Row(self, ids, len(prompt), self.limit(prompt), eos, target.device)
         config_processors = self._processors(PROCESSORS, row)
-        if config.min_new_tokens is not None:
+        if target.generation_config.min_new_tokens is not None:
             config_processors.pop("min_length", None)
         penalty = own.repetition_penalty
         replaced = any(type(one) is hf.RepetitionPenaltyLogitsProcessor for one in own.processors)
@@ -260,7 +244,8 @@ class SamplingParams:
         own = replace(own, row=i, repetition_penalty=penalty)
         return replace(own, processors=tuple(processors), warpers=tuple(warpers))
 
-    def _stopped(self, tokens: list[int]) -> bool:
+    def stopped(self, tokens: list[int]) -> bool:
+        """Whether an answer so far holds a stop string."""
         if not self.stop or (text := self.target.text) is None:
             return False
         answer = text.decode(tokens)

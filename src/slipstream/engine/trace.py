@@ -82,8 +82,7 @@ class Tracer:
         self._prefill: dict[int, float] = {}
 
     def take(self, requests: Sequence[Request]) -> None:
-        """Write what the engine's last pass brought these requests. Of a prompt's pass nothing is written
-        before its first step."""
+        """Write what the engine's last pass brought these requests; a prompt's pass, with its first step."""
         seconds, self._before = self.engine.seconds - self._before, replace(self.engine.seconds)
         if not requests[0].steps:
             self._prefill |= dict.fromkeys((request.number for request in requests), seconds.prefill)
@@ -223,8 +222,7 @@ def _share(value: float | None) -> int | None:
 
 
 def _kind(step: TracedStep) -> str:
-    """What the target's own token is: it corrects a guess, follows guesses that were all right, or stands
-    where nothing was guessed."""
+    """Whether the target's own token corrects a guess, follows right ones, or stands where none was made."""
     end = step.accepted[-1]
     nodes = enumerate(zip(step.tokens, step.parents, strict=True))
     if any(slot and token >= 0 and above == end for slot, (token, above) in nodes):
