@@ -8,8 +8,8 @@ from slipstream.targets.prompts import BYTE
 
 def silent_stops(text: Text, stop: Sequence[str]) -> frozenset[int]:
     """Special tokens whose own text is a stop string. The text of an answer leaves them out."""
-    written = ((each, text.ids(each)) for each in stop)
-    alone = (ids for each, ids in written if len(ids) == 1 and text.decode(ids, special=True) == each)
+    written = ((string, text.ids(string)) for string in stop)
+    alone = (ids for string, ids in written if len(ids) == 1 and text.decode(ids, special=True) == string)
     return frozenset(ids[0] for ids in alone if not text.decode(ids))
 
 

@@ -306,7 +306,7 @@ class Engine:
             if any(plain):
                 guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
                 tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
-        forces = [self.drafter.depth > 0 and not each for each in plain]  # plain decoding stays plain
+        forces = [self.drafter.depth > 0 and not one for one in plain]  # plain decoding stays plain
         tree, self._forced = guided(tree, self.sampler.grammar_states, forces)
         return tree
 
