@@ -185,7 +185,8 @@ def test_of_a_token_that_a_stop_string_cuts_a_streamer_gets_nothing():
     from slipstream.engine.request import Request
 
     request = Request([0], limit=9, stop=(".",), tokenizer=target.text)
-    assert request.extend([2, 0, 1, 2]) == [2, 0, 1]
+    request.take([2, 0, 1, 2], None, True)
+    assert request.fresh == [2, 0, 1]
     assert (request.text, request.released(), request.finish) == ("eabc", [2, 0], "stop")
 
 

@@ -39,10 +39,11 @@ def test_it_is_what_an_engine_allocates(name):
 def test_no_round_outgrows_it(name):
     """A cache that grows is copied as a whole, in the middle of an answer."""
     _, drafter, engine = under_way(name)
-    held, specs = engine.capacities, cycle(drafter.candidate_trees or [None])
+    caches, specs = (engine.cache, *engine.state.caches), cycle(drafter.candidate_trees or [None])
+    held = [cache.storage.capacity for cache in caches]
     while max(engine.lengths) < 50:
         engine.step(49 - max(engine.lengths), next(specs))
-    assert engine.capacities == held
+    assert [cache.storage.capacity for cache in caches] == held
 
 
 def test_draft_steps_take_no_slots_of_the_targets_cache():

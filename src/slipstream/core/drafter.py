@@ -88,16 +88,14 @@ def _widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
 
 
 def appended(text: Int[Tensor, "B S"], span: Span) -> Int[Tensor, "B S1"]:
-    """Texts with a span's tokens behind them, in place where they fit. A text may start with no slots; the
-    last slot is scratch."""
+    """Texts with a span's tokens behind them, in place where they fit. The last slot is scratch."""
     text = _widened(text, span.cache.bound + 1)
     at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=text.device)
     return text.scatter_(1, at.where(span.mask, text.shape[1] - 1), span.tokens)
 
 
 class ScratchSlots(NamedTuple):
-    """Slots that a round may fill behind the text, in the target's cache and in the drafter's own, which also
-    hold draft steps."""
+    """Slots that a round may fill behind the text, in the target's cache and in the drafter's own."""
 
     target: int
     drafter: int

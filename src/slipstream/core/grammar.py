@@ -6,7 +6,7 @@ the nodes that it forbids, and gain the tokens that it forces, which are certain
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
@@ -101,20 +101,12 @@ def guided(tree: Tree, states: Sequence[GrammarState | None], forces: Sequence[b
     return _made_of(rows, tree), any(node.slot == PAD for nodes in rows for node in nodes)
 
 
-def may_advance(state: GrammarState, token: int) -> GrammarState | None:
-    """The state behind a guess; None: the guess may not come. A dead end is no error yet: plain decoding may
-    never get there, or end before."""
+def may_advance(state: GrammarState, token: int, onward: bool = False) -> GrammarState | None:
+    """The state behind a guess. None: the guess may not come or, with `onward`, nothing may follow it. A dead
+    end is no error yet: plain decoding may never get there, or end before."""
     try:
-        return state.advance(token)
-    except DeadEnd:
-        return None
-
-
-def leads_on(state: GrammarState, token: int) -> GrammarState | None:
-    """The same, and also None where nothing may follow the guess."""
-    after = may_advance(state, token)
-    try:
-        _ = after and after.allowed
+        after = state.advance(token)
+        _ = onward and after and after.allowed
     except DeadEnd:
         return None
     return after
@@ -134,15 +126,13 @@ def must_follow(states: Sequence[GrammarState | None], roots: Sequence[int]) -> 
 
 def _worth(nodes: Sequence[int], forced: Sequence[int]) -> int:
     """How many forced tokens each text may have, as all rows of a pass are as wide as the widest."""
-
-    def width(most: int) -> int:
-        return len(nodes) * max(n + min(must, most) for n, must in zip(nodes, forced, strict=True))
-
-    def tokens_by_cost(most: int) -> float:
-        return sum(1 + min(must, most) for must in forced) / (ROWS + width(most))
-
-    short = (most for most in range(max(forced) + 1) if not most or all(forced) or width(most) <= WIDEST)
-    return max(short, key=tokens_by_cost)
+    best, most_a_row = 0, -1.0
+    for most in range(max(forced) + 1):
+        rows = len(nodes) * max(n + min(must, most) for n, must in zip(nodes, forced, strict=True))
+        tokens_a_row = sum(1 + min(must, most) for must in forced) / (ROWS + rows)
+        if tokens_a_row > most_a_row and (not most or all(forced) or rows <= WIDEST):
+            best, most_a_row = most, tokens_a_row
+    return best
 
 
 def _add(nodes: list[Node], slot: int, token: int, parent: int) -> int:
@@ -156,16 +146,13 @@ def _allowed_nodes(tokens: Sequence[int], parents: Sequence[int], state: Grammar
     """What a grammar leaves of one row."""
     nodes = [Node(0, 0, tokens[0], 0, 0)]
     states, places = {0: state and state.advance(tokens[0])}, {0: 0}
-    for slot in range(1, len(tokens)):
-        token, parent = tokens[slot], parents[slot]
-        if token == PAD or parent not in places:
+    for slot, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if slot == 0 or token == PAD or parent not in places:
             continue
-        if state is not None:
-            before = states[parent]
-            states[slot] = before and may_advance(before, token)
-            if states[slot] is None:
-                continue
-        places[slot] = _add(nodes, slot, token, places[parent])
+        before = states[parent]
+        states[slot] = before and may_advance(before, token)
+        if state is None or states[slot] is not None:
+            places[slot] = _add(nodes, slot, token, places[parent])
     return nodes
 
 
@@ -182,7 +169,5 @@ def _made_of(rows: Sequence[Sequence[Node]], tree: Tree) -> Tree:
         hosts = probes.hosts.expand(len(rows), -1)
         there = (slots[:, None] == hosts[..., None]) & (hosts >= 0)[..., None]
         probes = probes._replace(hosts=there.int().argmax(2).where(there.any(2), PAD))
-    if scores is not None:
-        scores = scores.gather(1, scored)
-    new_parents = None if is_chain else parents
-    return replace(tree, tokens=tokens, parents=new_parents, depth=depth, probes=probes, scores=scores)
+    scores = None if scores is None else scores.gather(1, scored)
+    return Tree(tokens, None if is_chain else parents, depth, None, probes, scores)

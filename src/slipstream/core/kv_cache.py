@@ -16,30 +16,22 @@ NewValues = Float[Tensor, "B heads R Dv"]
 
 
 class LayerView(NamedTuple):
-    """One layer of a cache in one round, as tensors alone, for compiled passes.
+    """One layer of a cache in one round, as tensors alone, for compiled passes."""
 
-    Attributes:
-        keys, values: to full capacity.
-        slots: where `write` puts new rows.
-        used: the slots that `read` returns.
-    """
-
-    keys: Float[Tensor, "B heads C D"]
+    keys: Float[Tensor, "B heads C D"]  # to full capacity
     values: Float[Tensor, "B heads C Dv"]
-    slots: Int[Tensor, "B R"]
-    used: Int[Tensor, " S"]
+    slots: Int[Tensor, "B R"]  # where `write` puts new rows
+    used: Int[Tensor, " S"]  # the slots that `read` returns
 
     @property
     def layers(self) -> int:
         return 1
 
     def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
-        """Fill the reserved slots."""
         _put(self.keys, self.slots, key)
         _put(self.values, self.slots, value)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
-        """Keys and values of the slots `used`."""
         S = len(self.used)
         return self.keys[:, :, :S], self.values[:, :, :S]
 
@@ -51,18 +43,8 @@ def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: 
 
 
 class Storage:
-    """The memory behind the caches of one engine: keys and values of L layers for a fixed number of rows.
-    It is allocated in the layers' own shape and dtype, and copied only to hold longer texts.
-
-    Args:
-        like: keys and values of one layer, of any number of rows and slots. By default the first write tells
-            their shape and dtype.
-
-    Attributes:
-        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty until allocated.
-        prefix: slots that `memory` fills at the beginning of each row.
-        capacity: slots for a row's text. One more, never read, spares a pass over all slots its own graph.
-    """
+    """The memory behind the caches of one engine, copied only to hold longer texts. `like`: keys and values
+    of one layer, of any number of rows and slots; by default the first write tells their shape and dtype."""
 
     def __init__(
         self,
@@ -71,9 +53,10 @@ class Storage:
         memory: Float[Tensor, "L 2 P heads D"] | None,
         like: tuple[NewKeys, NewValues] | None,
     ) -> None:
-        self.layers, self.rows, self.memory, self.like, self.capacity = layers, rows, memory, like, 0
-        self.prefix = 0 if memory is None else memory.shape[2]
-        self.stored: list[Tensor] = []
+        self.layers, self.rows, self.memory, self.like = layers, rows, memory, like
+        self.prefix = 0 if memory is None else memory.shape[2]  # slots that it fills at each row's beginning
+        self.capacity = 0  # slots for a row's text; one more, never read, spares a full pass its own graph
+        self.stored: list[Tensor] = []  # keys and values [L, rows, heads, S, D or Dv], once allocated
 
     def hold(self, slots: int) -> None:
         """Grow to texts of so many tokens. What is stored stays."""
@@ -99,23 +82,22 @@ class Storage:
 class KVCache:
     """Keys and values of L layers for B texts: the rows [first, first + B) of a `Storage`.
 
-    A round reserves slots for its rows (`reserve`). The target's layers write into them (`write`). What was
-    accepted is moved to the front (`keep`). Slots past `lengths` are scratch.
+    A round reserves slots (`reserve`), which the target's layers fill (`write`). What was accepted is moved
+    to the front (`keep`). Slots past `lengths` are scratch.
 
     Args:
         batch: B, and the rows of the storage.
         memory: what only probes read (BiTA's prompts), in the first P slots of every row, at no position.
         like: see `Storage`.
-
-    Attributes:
-        lengths: tokens of each text.
-        texts: the number of the text in each row, which an engine counts.
-        bound: upper bound on `lengths`, known to the host; exact after `flush`.
-        view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
-        used: these slots, counted from 0.
-        slots: the reserved ones of each row.
-        stored: keys and values of these rows; empty before they are allocated.
     """
+
+    lengths: Int[Tensor, " B"]  # tokens of each text
+    texts: Int[Tensor, " B"]  # the number of the text in each row, which an engine counts
+    bound: int  # on `lengths`, from above, known to the host; exact after `flush`
+    view: int  # slots that a pass reads: memory, text and the reserved rows, up to the next bucket
+    used: Int[Tensor, " S"]  # these slots, counted from 0
+    slots: Int[Tensor, "B R"]  # the reserved ones of each row
+    stored: list[Tensor]  # keys and values of these rows; empty before they are allocated
 
     def __init__(
         self,
@@ -128,12 +110,17 @@ class KVCache:
         self.storage, self.layers = Storage(layers, batch, memory, like), layers
         self.first = self.bound = self.view = 0
         self.prefix = self.storage.prefix
-        self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
-        self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
-        self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
-        self.slots: Int[Tensor, "B R"] = self.lengths[:, None]
-        self.stored = self._stored()
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.texts, self.used = torch.arange(batch, device=device), torch.arange(0, device=device)
+        self.slots = self.lengths[:, None]
         self._start: int | None = None  # first slot of this round where all rows agree
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Take this cache's rows of the storage, which may have grown or been allocated by another."""
+        rows = slice(self.first, self.first + len(self.lengths))
+        whole = len(self.lengths) == self.storage.rows
+        self.stored = [x if whole else x[:, rows] for x in self.storage.stored]
 
     def window(self, rows: int) -> "KVCache":
         """An empty cache for new texts, in the storage's rows behind these."""
@@ -154,64 +141,58 @@ class KVCache:
             for stored in self.storage.stored:  # the right side is a copy: rows may be among the goals
                 stored[:, first + rows, :, used] = stored[:, other.first + rows, :, used]
             other.first = first
-            other.stored = other._stored()
+            other._refresh()
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.texts = torch.cat([self.texts, other.texts])
         self.bound = max(self.bound, other.bound)
-        self.stored = self._stored()
+        self._refresh()
 
     def select(self, order: list[int]) -> None:
         """Keep some of the rows, in that order. Only rows that change place are moved."""
-        moves = [(goal, row) for goal, row in enumerate(order) if goal != row]
-        if moves:
+        self._refresh()
+        if moves := [(goal, row) for goal, row in enumerate(order) if goal != row]:
             goals, rows = torch.tensor(moves, device=self.lengths.device).T
             used = slice(self.prefix, self.prefix + self.bound)
-            for stored in self._stored():  # the right side is a copy: rows may change places
+            for stored in self.stored:  # the right side is a copy: rows may change places
                 stored[:, goals, :, used] = stored[:, rows, :, used]
         index = torch.tensor(order, dtype=torch.long, device=self.lengths.device)
         self.lengths, self.texts = self.lengths[index], self.texts[index]
-        self.stored = self._stored()
+        self._refresh()
 
     def wipe(self, rows: list[int]) -> None:
         """Zero all slots of some rows. What is not finite would reach the next text there, though masked."""
-        for stored in self._stored():
+        self._refresh()
+        for stored in self.stored:
             stored[:, rows, :, self.prefix :] = 0
 
     def row(self, row: int) -> list[Float[Tensor, "L heads T _"]]:
         """A copy of one text's keys and values; none where nothing is allocated."""
+        self._refresh()
         used = slice(self.prefix, self.prefix + int(self.lengths[row]))
-        return [stored[:, row, :, used].clone() for stored in self._stored()]
+        return [stored[:, row, :, used].clone() for stored in self.stored]
 
     def fill(self, row: int, stored: list[Float[Tensor, "L heads T _"]], count: int) -> None:
         """Let a text that has read nothing go on behind the first `count` tokens of another's `row`."""
         if not stored or not count:
             return
-        self._hold(count)
-        self.storage.allocate(*stored)
-        self.stored = self._stored()
+        self._hold(count, *stored)
         for own, other in zip(self.stored, stored, strict=True):
             own[:, row, :, self.prefix : self.prefix + count] = other[:, :, :count]
         self.lengths[row] = count
         self.bound = max(self.bound, count)
 
-    def _hold(self, slots: int) -> None:
-        """Let the storage grow by blocks."""
+    def _hold(self, slots: int, *like: Tensor) -> None:
+        """Let the storage grow by blocks, and allocate it if the shape of its layers is known."""
         if slots > self.storage.capacity:
             self.storage.hold(-(-slots // BLOCK) * BLOCK)
-
-    def _stored(self) -> list[Float[Tensor, "L B heads S _"]]:
-        """This cache's rows of the storage, which may have grown or been allocated by another."""
-        B = len(self.lengths)
-        return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]
+        if like:
+            self.storage.allocate(*like)
+        self._refresh()
 
     def reserve(self, rows: int, after: int = 0) -> None:
-        """Set aside the next `rows` slots of every row, behind `after` scratch slots of the round's earlier
-        passes. The storage grows where they do not fit."""
+        """Set aside `rows` more slots of every row, behind `after` slots of the round's passes so far."""
         needed = self.bound + after + rows
-        self._hold(needed)
-        if self.storage.like is not None:
-            self.storage.allocate(*self.storage.like)
-        self.stored = self._stored()
+        self._hold(needed, *(self.storage.like or ()))
         filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
         self.view = min(filled, self.prefix + self.storage.capacity)
         first = self.prefix + after + self.lengths[:, None]
@@ -228,7 +209,7 @@ class KVCache:
         """Memory for rows like these, where there is none yet."""
         if not self.stored:
             self.storage.allocate(key, value)
-            self.stored = self._stored()
+            self._refresh()
 
     def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
         """Fill the reserved slots of one layer."""
@@ -255,17 +236,16 @@ class KVCache:
         return LayerView(keys[layer], values[layer], self.slots, self.used)
 
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
-        """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
-        others."""
+        """Keep the `count` reserved rows named by `path` (`None`: the first ones), and forget the others."""
         width = self.slots.shape[1]
         if path is not None:  # a tree may name a depth that its nodes cannot reach
             path = path[:, :width]
             width = path.shape[1]
-        if path is not None and self.stored and not (is_host(path) and _in_place(path, count)):
-            rows = torch.arange(len(path), device=path.device)[:, None]
-            source, goal = self.slots.gather(1, path), self.slots[:, :width]
-            for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
-                stored[:, rows, :, goal] = stored[:, rows, :, source]
+            if self.stored and not (is_host(path) and _in_place(path, count)):
+                rows = torch.arange(len(path), device=path.device)[:, None]
+                source, goal = self.slots.gather(1, path), self.slots[:, :width]
+                for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
+                    stored[:, rows, :, goal] = stored[:, rows, :, source]
         self.lengths = self.lengths + count
         self.bound += width
 

@@ -8,16 +8,12 @@ from slipstream.core.tree_builders import Path
 def optimal_trees(
     acceptance: Sequence[Sequence[float]], budgets: Sequence[int]
 ) -> dict[int, tuple[list[Path], float]]:
-    """(paths, expected tokens per pass) of the best tree for each node budget.
+    """(paths, expected tokens per pass) of the best tree for each budget of nodes, root included.
 
     A subtree's worth is the expected number of its accepted nodes if its root is accepted: 1 plus the best
-    division of the others among its children, of which rank r adds acceptance[d][r] times its own worth. The
+    division of the others among its children, of which rank r adds acceptance[d][r] times its own worth. That
+    is the probability that the token after an accepted node of depth d is the drafter's r-th candidate. The
     search takes O(depth · ranks · nodes²).
-
-    Args:
-        acceptance: [d][r], the probability that the token after an accepted node of depth d is the drafter's
-            r-th candidate. The tree has at most as many levels as there are rows.
-        budgets: numbers of nodes, root included.
     """
     nodes = max(budgets)
     worth = [0.0] + [1.0] * nodes  # of a subtree of n nodes at the deepest level, where only its root counts

@@ -62,11 +62,8 @@ class Sampling:
             if not (isinstance(value, kind) and not isinstance(value, bool) and ok(value)):
                 raise ValueError(f"{name} is {value!r}; it must be {allowed}")
         for name in ("processors", "warpers"):
-            for processor in getattr(self, name):
-                if not callable(processor):
-                    raise ValueError(
-                        f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors"
-                    )
+            if other := [x for x in getattr(self, name) if not callable(x)]:
+                raise ValueError(f"{name} holds {other[0]!r}; it must hold Hugging Face LogitsProcessors")
         if not isinstance(self.grammar, Grammar | None):
             raise ValueError(f"grammar is {self.grammar!r}; it must be a Grammar")
 
@@ -76,14 +73,11 @@ def _is_scale(x: Any) -> bool:
 
 
 Allowed = tuple[type, Callable[[Any], bool], str]  # type, range, and the words in which an error gives both
+HEAT: Allowed = (Real, lambda x: x == 0 or _is_scale(x), "0 (greedy) or a positive number (1e-30 to 1e30)")
 PENALTY: Allowed = (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off")
 KEY: Allowed = (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number")
 ALLOWED: dict[str, Allowed] = {
-    "temperature": (
-        Real,
-        lambda x: x == 0 or _is_scale(x),
-        "0 (greedy) or a positive number (1e-30 to 1e30)",
-    ),
+    "temperature": HEAT,
     "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number below 2**63"),
     "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
     "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
@@ -124,7 +118,11 @@ class Sampler:
     ) -> None:
         self.rows, self.vocab, self.device = list(rows), vocab, torch.device(device)
         self.history = [list(prompt) for prompt in prompts]
-        self._columns = {name: self._column(name, kind) for name, (kind, _, _) in ALLOWED.items()}
+        self._columns: dict[str, Tensor] = {}  # [B, 1]
+        for name, (kind, _, _) in ALLOWED.items():
+            dtype = torch.long if kind is Integral else torch.float64
+            values = [[getattr(row, name)] for row in self.rows]
+            self._columns[name] = torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1)
         self._keys = torch.cat([self._columns["seed"], self._columns["row"]], 1)
         self.temperature: Float[Tensor, "B 1"] = self._columns["temperature"]
         self.finite: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
@@ -132,8 +130,7 @@ class Sampler:
         self._tempered = any(row.temperature not in (0, 1) for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors or row.warpers for row in self.rows)
-        grammars = [row.grammar for row in self.rows]
-        self.grammar_states = [None if grammar is None else grammar.begin() for grammar in grammars]
+        self.grammar_states = [None if row.grammar is None else row.grammar.begin() for row in self.rows]
         self._guided = any(row.grammar for row in self.rows)
         # [B, V]: which tokens stand in prompt or answer, and how often each stands in the answer
         self._seen: tuple[Bool[Tensor, "B V"], Int[Tensor, "B V"]] | None = None
@@ -145,11 +142,6 @@ class Sampler:
         self._recent: list[dict[int, Int[Tensor, " V"]]] = [{} for _ in self.rows]  # words, by position
         self.remembers = self._seen is not None or self._processed or self._guided
         self.tempers_only = not (self._cuts or self.remembers)
-
-    def _column(self, name: str, kind: type) -> Tensor:
-        dtype = torch.long if kind is Integral else torch.float64
-        values = [getattr(row, name) for row in self.rows]
-        return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -298,22 +290,22 @@ class Sampler:
 
     def select(self, rows: Sequence[int]) -> "Sampler":
         """The sampler of some of the rows, with their histories."""
-        return self._joined([(self, b) for b in rows])
+        return _joined([(self, b) for b in rows], self)
 
     def join(self, other: "Sampler") -> "Sampler":
         """The sampler of these rows followed by another's."""
-        return self._joined([(sampler, b) for sampler in (self, other) for b in range(len(sampler))])
+        return _joined([(sampler, b) for sampler in (self, other) for b in range(len(sampler))], self)
 
-    def _joined(self, rows: Sequence[tuple["Sampler", int]]) -> "Sampler":
-        joined = Sampler(
-            [s.rows[b] for s, b in rows], [s.history[b] for s, b in rows], self.vocab, self.device
-        )
-        for i, (sampler, b) in enumerate(rows):
-            if joined._seen is not None and sampler._seen is not None:
-                for new, old in zip(joined._seen, sampler._seen, strict=True):
-                    new[i] = old[b]
-            joined.grammar_states[i], joined.finite[i] = sampler.grammar_states[b], sampler.finite[b]
-        return joined
+
+def _joined(rows: Sequence[tuple[Sampler, int]], like: Sampler) -> Sampler:
+    settings, histories = [s.rows[b] for s, b in rows], [s.history[b] for s, b in rows]
+    joined = Sampler(settings, histories, like.vocab, like.device)
+    for i, (sampler, b) in enumerate(rows):
+        if joined._seen is not None and sampler._seen is not None:
+            for new, old in zip(joined._seen, sampler._seen, strict=True):
+                new[i] = old[b]
+        joined.grammar_states[i], joined.finite[i] = sampler.grammar_states[b], sampler.finite[b]
+    return joined
 
 
 def within(x: Float[Tensor, "n V"], states: Sequence[GrammarState | None]) -> Float[Tensor, "n V"]:
@@ -334,15 +326,13 @@ def _judged(
     if not isinstance(scores, Tensor):
         raise ValueError(f"processor {name} returned {type(scores).__name__}; it must return a tensor")
     if scores.shape != x.shape or not scores.is_floating_point():
-        result = f"{scores.dtype} of shape {list(scores.shape)}"
-        raise ValueError(
-            f"processor {name} returned {result}; it must return scores of shape {list(x.shape)}"
-        )
+        result, wanted = f"{scores.dtype} of shape {list(scores.shape)}", list(x.shape)
+        raise ValueError(f"processor {name} returned {result}; it must return scores of shape {wanted}")
     best = float(scores.max())  # NaN where one score is NaN
-    if x.max() > -torch.inf and (best != best or (best == -torch.inf and not partial)):
-        fault = "left no token that may come next: let it allow at least one"
-        fault = fault if best == best else "made NaN of scores: it must return numbers"
-        raise ValueError(f"processor {name} {fault}")
+    if x.max() > -torch.inf and math.isnan(best):
+        raise ValueError(f"processor {name} made NaN of scores: it must return numbers")
+    if x.max() > -torch.inf and best == -torch.inf and not partial:
+        raise ValueError(f"processor {name} left no token that may come next: let it allow at least one")
     return scores.double()
 
 

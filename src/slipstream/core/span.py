@@ -15,20 +15,16 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import Tree
 from slipstream.core.verify import Verdict
 
+Join = Callable[[list[Tensor]], Tensor]
+
 
 @dataclass(frozen=True)
 class Output:
-    """One pass of the target over R rows, of which the first N are nodes.
+    """One pass of the target over R rows, of which the first N are nodes."""
 
-    Attributes:
-        logits: at the requested nodes, float32 (float64 models: float64).
-        features: the drafter's taps, side by side; `None` where it has none.
-        seconds: spent inside the model, without layout and masks.
-    """
-
-    logits: Float[Tensor, "B K V"]
-    features: Float[Tensor, "B R F"] | None
-    seconds: float
+    logits: Float[Tensor, "B K V"]  # at the requested nodes, float32 (float64 models: float64)
+    features: Float[Tensor, "B R F"] | None  # the drafter's taps, side by side; None where it has none
+    seconds: float  # spent inside the model, without layout and masks
 
 
 class Probed(NamedTuple):
@@ -111,15 +107,15 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     tokens = tree.tokens.gather(1, path)
     nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
     nexts[rows, (count - 1).clamp(min=0)] = verdict.next
-    features = None if out.features is None else out.features[rows[:, None], path]
-    probed = None
-    if out.features is not None and tree.probes is not None:
+    features, probed = out.features, None
+    if features is not None and tree.probes is not None:
         vectors, hosts = tree.probes
-        groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(vectors)))
+        groups = features[:, tree.nodes :].unflatten(1, (-1, len(vectors)))
         column = torch.arange(path.shape[1], device=rows.device)[:, None]
         hosting = (path[:, :, None] == hosts[:, None]) & (column < count[:, None, None])
         at, group = torch.where(hosting, column, -1).amax(1).max(1)
         probed = Probed(groups[rows, group], torch.where(at < 0, at, count - 1 - at))
+    features = None if features is None else features[rows[:, None], path]
     return Span(tokens, nexts, start, count, cache, features, probed, tree, path, out.logits)
 
 
@@ -132,10 +128,8 @@ def merged(spans: Sequence[Span]) -> Span:
     order = (~mask).long().sort(dim=1, stable=True).indices  # each row's real columns first
     if is_host(count):
         order = order[:, : int(count.max())]
-    rows = torch.arange(len(order), device=order.device)[:, None]
-    return _span(
-        spans, lambda parts: torch.cat(parts, 1)[rows, order], spans[0].start, count, spans[-1].cache
-    )
+    rows, start = torch.arange(len(order), device=order.device)[:, None], spans[0].start
+    return _span(spans, lambda parts: torch.cat(parts, 1)[rows, order], start, count, spans[-1].cache)
 
 
 def beside(span: Span, other: Span) -> Span:
@@ -154,15 +148,9 @@ def beside(span: Span, other: Span) -> Span:
     return _span([span, other], stacked, start, count, cache)
 
 
-def _span(
-    spans: Sequence[Span],
-    join: Callable[[list[Tensor]], Tensor],
-    start: Tensor,
-    count: Tensor,
-    cache: KVCache,
-) -> Span:
+def _span(spans: Sequence[Span], join: Join, start: Tensor, count: Tensor, cache: KVCache) -> Span:
     """A span without a tree, whose columns `join` makes of those of others."""
-    tokens, nexts = (join([getattr(span, name) for span in spans]) for name in ("tokens", "nexts"))
+    tokens, nexts = join([span.tokens for span in spans]), join([span.nexts for span in spans])
     features = [span.features for span in spans if span.features is not None]
     joined = join(features) if len(features) == len(spans) else None
     return Span(tokens, nexts, start, count, cache, joined)

@@ -112,8 +112,7 @@ class LMHead(nn.Module):
     """States to logits, float32 at least: cap · tanh(scale · (W h + b) / cap).
 
     Cohere and Granite scale their logits, Gemma caps them. W holds some rows of the vocabulary [Vd, H], or a
-    quantised head's, as `product` reads them. The weights are non-persistent buffers, so that a module that
-    holds this one neither trains nor saves them.
+    quantised head's, as `product` reads them. A module that holds this one neither trains nor saves them.
     """
 
     weight: Tensor
@@ -199,19 +198,15 @@ class Target(ABC):
 
     @property
     def margin(self) -> float:
-        """How close two scores of a near-tie are at most, in logits. A pass over a tree may round differently
-        from a pass over one row, which may turn such a tie. Where `exactness` is "bits", none is turned.
-        It is the precision's, or more where Hugging Face's own model differs from itself by more."""
+        """How close two scores of a near-tie are at most, in logits. It is the precision's, or more where
+        Hugging Face's own model differs from itself by more."""
         return MARGINS[self.dtype]
 
     @property
     def exactness(self) -> str:
-        """What holds for this target's texts.
-
-        "bits": each row of a pass has the same bits whatever rows stand beside it, as the target finds by
-        trying, so every text is plain decoding's, token for token. "audited": passes may round differently,
-        so near-ties within `margin` may turn.
-        """
+        """What holds for this target's texts: "bits", where each row of a pass has the same bits whatever
+        rows stand beside it, as the target finds by trying, so that every text is plain decoding's, token for
+        token; or "audited", where passes may round differently, which may turn near-ties within `margin`."""
         return "audited"
 
     @property

@@ -23,14 +23,10 @@ class TreeLayout(NamedTuple):
 
 
 class SharedLayout(TreeLayout):
-    """A cached layout of many passes, which nobody may change.
-
-    Attributes:
-        derived: values computed from it, kept here.
-    """
+    """A cached layout of many passes, which nobody may change."""
 
     def __init__(self, *_: Tensor) -> None:
-        self.derived: dict[Hashable, Any] = {}
+        self.derived: dict[Hashable, Any] = {}  # values computed from it
 
 
 class Probes(NamedTuple):
@@ -83,13 +79,12 @@ class Tree:
         return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
 
     def layout(self) -> TreeLayout:
-        """Depths and visibility of all rows. A tree takes `depth` steps up to the parents, a chain none."""
-        N, device, parents = self.nodes, self.tokens.device, self.parents
-        if is_host(self.tokens) and N <= SHARED:
-            above = None if parents is None else tuple(map(tuple, parents.tolist()))
-            layout: TreeLayout = _shared_layout(N, above, self.depth)
+        """Depths and visibility of all rows."""
+        if is_host(self.tokens) and self.nodes <= SHARED:
+            above = None if self.parents is None else tuple(map(tuple, self.parents.tolist()))
+            layout: TreeLayout = _shared_layout(self.nodes, above, self.depth)
         else:
-            layout = _layout_of_chain(N, device) if parents is None else _layout_of(parents, self.depth)
+            layout = _layout(self.nodes, self.parents, self.depth, self.tokens.device)
         if self.probes is None:
             return layout
         return _with_probes(*layout, self.probes.hosts, M=len(self.probes.vectors))
@@ -99,37 +94,31 @@ class Tree:
         if depth >= self.depth:
             return self
         if self.parents is None:
-            law = None if self.law is None else self.law[:, : depth + 1]
-            probes = self.probes
+            law, probes = self.law, self.probes
+            law = None if law is None else law[:, : depth + 1]
             if probes is not None:
                 probes = probes._replace(hosts=probes.hosts.masked_fill(probes.hosts > depth, PAD))
-            tokens = self.tokens[:, : depth + 1]
-            return replace(self, tokens=tokens, depth=depth, law=law, probes=probes, scores=None)
+            return Tree(self.tokens[:, : depth + 1], None, depth, law, probes)
         deep = replace(self, probes=None).layout().depths > depth
-        return replace(
-            self,
-            tokens=self.tokens.masked_fill(deep, PAD),
-            parents=self.parents.masked_fill(deep, 0),
-            depth=max(depth, 1),
-        )
+        tokens, parents = self.tokens.masked_fill(deep, PAD), self.parents.masked_fill(deep, 0)
+        return replace(self, tokens=tokens, parents=parents, depth=max(depth, 1))
 
 
 @lru_cache(1024)
 @torch.inference_mode(False)
 def _shared_layout(nodes: int, parents: tuple[tuple[int, ...], ...] | None, depth: int) -> SharedLayout:
     """Cached: the host takes long over such small tensors, and most trees recur."""
-    layout = _layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth)
-    return SharedLayout(*layout)
+    return SharedLayout(*_layout(nodes, None if parents is None else torch.tensor(parents), depth))
 
 
-def _layout_of_chain(nodes: int, device: torch.device | None = None) -> TreeLayout:
-    depths = torch.arange(nodes, device=device)[None]
-    return TreeLayout(depths, depths[:, None, :] <= depths[:, :, None])
-
-
-def _layout_of(parents: Int[Tensor, "#B N"], depth: int) -> TreeLayout:
-    B, N = parents.shape
-    ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).expand(B, N, N).clone()
+def _layout(
+    nodes: int, parents: Int[Tensor, "#B N"] | None, depth: int, device: torch.device | None = None
+) -> TreeLayout:
+    """A tree takes `depth` steps up to the parents, a chain (None) none."""
+    if parents is None:
+        depths = torch.arange(nodes, device=device)[None]
+        return TreeLayout(depths, depths[:, None, :] <= depths[:, :, None])
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=device).repeat(len(parents), 1, 1)
     up = parents
     for _ in range(depth):
         ancestors.scatter_(2, up[..., None], True)

@@ -101,11 +101,8 @@ def dynamic(
     root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, budget: int | None = None
 ) -> Tree:
     """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best nodes.
-    Without a budget, beam search: the expanded nodes are the tree.
-
-    A node's score is the log probability of its path, so no child scores above its parent. The lower slot
-    wins a tie, so the parent of every kept node is kept.
-    """
+    Without a budget, beam search: the expanded nodes are the tree. A node's score is the log probability of
+    its path; the lower slot wins a tie. So the parent of every kept node is kept."""
     frontier, origin, score = _begin(root)
     slots = origin
     tokens, parents, scores = [frontier], [slots], [score]  # no node scores above the root, which stays
@@ -174,11 +171,9 @@ def cape(
     limits: Sequence[float],
     counts: Sequence[int],
 ) -> Tree:
-    """CAPE (GLIDE §4.2): a chain of `depth` proposals, each with further candidates, which are not expanded.
-
-    A proposal of probability p gets counts[i] further candidates, where limits[i − 1] < p ≤ limits[i]. At
-    most `drafted` tokens stand below the root; the deepest levels lose candidates first.
-    """
+    """CAPE (GLIDE §4.2): a chain of `depth` proposals, each with further candidates, which are not expanded:
+    counts[i] for a probability p, where limits[i − 1] < p ≤ limits[i]. At most `drafted` tokens stand below
+    the root; the deepest levels lose candidates first."""
     frontier, origin, score = _begin(root)
     steps = [(limit, b - a) for limit, (a, b) in zip(limits, pairwise(counts), strict=True)]
     ranks = torch.arange(1 + max(counts), device=root.device)

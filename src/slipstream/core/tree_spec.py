@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
@@ -30,26 +31,17 @@ CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a conf
 
 @dataclass(frozen=True)
 class TreeSpec:
-    """A tree to grow by a drafter's `expand`.
-
-    Attributes:
-        paths: of a static tree: child ranks from the root.
-        depth: of the deepest node; also the number of draft steps, the root's own included.
-        nodes: of the tree, root included.
-        width: nodes expanded at each level of a tree that is not static.
-        children: candidates wanted for each expanded node.
-        beam: the expanded nodes are the tree.
-        limits, counts: of CAPE: beside each token of a chain, counts[i] further candidates up to a confidence
-            of limits[i], and the last count above.
-    """
+    """A tree to grow by a drafter's `expand`."""
 
     name: str
-    paths: tuple[Path, ...]
-    depth: int
-    nodes: int
-    width: int
-    children: int
-    beam: bool = False
+    paths: tuple[Path, ...]  # of a static tree: child ranks from the root
+    depth: int  # of the deepest node; also the number of draft steps, the root's own included
+    nodes: int  # of the tree, root included
+    width: int  # nodes expanded at each level of a tree that is not static
+    children: int  # candidates wanted for each expanded node
+    beam: bool = False  # the expanded nodes are the tree
+    # Of CAPE: beside each token of a chain, counts[i] further candidates up to a confidence of limits[i], and
+    # the last count above.
     limits: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
 
@@ -84,15 +76,9 @@ class TreeSpec:
                 return cls(text, (), depth, 1 + depth * width, width, width, beam=True)
         if match := re.fullmatch(r"cape-([1-9]\d*)(?:x([1-9]\d*))?((?:-\d+@[01]?\.\d+)*-\d+)?", text):
             return cls._cape(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
-        if text.startswith("["):
-            try:
+        if re.fullmatch(r"\[\s*(\[[\d\s,]*\][\s,]*)*\]", text):
+            with suppress(json.JSONDecodeError):
                 paths = json.loads(text)
-            except (json.JSONDecodeError, RecursionError):  # thousands of brackets
-                paths = None
-            if isinstance(paths, list) and all(
-                isinstance(path, list) and all(type(rank) is int and rank >= 0 for rank in path)
-                for path in paths
-            ):
                 check_affordable(name, max(map(len, paths), default=0), 1 + len(paths))
                 return cls._static(text, tuple(map(tuple, paths)))
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
@@ -166,8 +152,7 @@ def _inner(paths: tuple[Path, ...], device: torch.device) -> Int[Tensor, " n"]:
 
 
 def check_affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
-    """Raises ValueError if a round would cost too many draft steps, rows that they read, or rows of the
-    target's pass."""
+    """Raises ValueError if a round would cost too many draft steps, rows in them, or rows of the target's."""
     if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
         raise ValueError(
             f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target "

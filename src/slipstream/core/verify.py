@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.grammar import leads_on
+from slipstream.core.grammar import may_advance
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
 
@@ -48,15 +48,11 @@ def multi_round(
     rows = torch.arange(len(node), device=node.device)
     p = sampler.law(logits)
     q = None if tree.law is None else tree.law[rows, node].double()
-    waiting = _children(tree, node)
-    child = torch.full_like(node, -1)
-    sibling = 0
+    waiting, child, sibling = _children(tree, node), torch.full_like(node, -1), 0
     while bool(waiting.any()):
-        judged = waiting.any(1)
-        slot = waiting.int().argmax(1)
+        judged, slot = waiting.any(1), waiting.int().argmax(1)
         x = tree.tokens[rows, slot].clamp(min=0)
-        ratio = acceptance(p, q, x)
-        accepted = judged & sampler.accept(ratio, position, sibling)
+        accepted = judged & sampler.accept(acceptance(p, q, x), position, sibling)
         child = torch.where(accepted, slot, child)
         rejected = (judged & ~accepted)[:, None]
         p = torch.where(rejected, residual(p, q, x), p)
@@ -92,7 +88,8 @@ def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
 def child_with(tree: Tree, node: PerRow, token: PerRow) -> PerRow:
     """Slot of the node's first child that carries the token (−1: none)."""
     if not is_host(token):
-        return _first(_children(tree, node) & (tree.tokens == token[:, None]))
+        match = _children(tree, node) & (tree.tokens == token[:, None])
+        return torch.where(match.any(1), match.int().argmax(1), -1)
     parents = tree.parent_slots().expand_as(tree.tokens)
     rows = zip(*(x.tolist() for x in (tree.tokens, parents, node, token)), strict=True)
     return torch.tensor([_find(*row) for row in rows], device=token.device)
@@ -104,23 +101,11 @@ def _find(tokens: list[int], parents: list[int], node: int, token: int) -> int:
     return next((i for i in slots if tokens[i] == token and parents[i] == node), -1)
 
 
-def _first(match: Bool[Tensor, "B N"]) -> PerRow:
-    return torch.where(match.any(1), match.int().argmax(1), -1)
-
-
 def _children(tree: Tree, node: PerRow) -> Bool[Tensor, "B N"]:
     """Which slots hold children of the node that could be accepted."""
     real = tree.tokens >= 0
     real[:, 0] = False
     return real & (tree.parent_slots() == node[:, None])
-
-
-def _leading_on(child: PerRow, token: PerRow, sampler: Sampler) -> PerRow:
-    """The accepted children, but for those that nothing may follow. The text stays the same: such a token is
-    the round's last, and the next round raises the error, if the text has not ended there."""
-    rows = zip(child.tolist(), token.tolist(), sampler.grammar_states, strict=True)
-    stuck = [slot >= 0 and state is not None and leads_on(state, x) is None for slot, x, state in rows]
-    return child.masked_fill(torch.tensor(stuck, device=child.device), -1)
 
 
 def verify(
@@ -134,8 +119,8 @@ def verify(
     `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
     if law is coupled and sampler.tempers_only and is_host(logits):
         return _on_host(tree, logits, lengths, sampler)
-    B, device = len(lengths), lengths.device
-    rows, alive = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
+    rows = torch.arange(len(lengths), device=lengths.device)
+    alive = torch.ones_like(lengths, dtype=torch.bool)
     node = token = torch.zeros_like(lengths)
     count, path = torch.ones_like(lengths), [node]
     sampler.observe(tree.tokens[:, 0], alive)
@@ -143,7 +128,14 @@ def verify(
         # A row that has stopped asks again for what it drew last, whose noise is held.
         child, drawn = law(tree, node, logits[rows, node], lengths + count, sampler)
         if any(sampler.grammar_states):
-            child = _leading_on(child, drawn, sampler)
+            # A token that nothing may follow is the round's last: the next one raises the error, if the text
+            # has not ended there.
+            walks = zip(child.tolist(), sampler.grammar_states, drawn.tolist(), strict=True)
+            stuck = [
+                slot >= 0 and walk is not None and may_advance(walk, x, onward=True) is None
+                for slot, walk, x in walks
+            ]
+            child = child.masked_fill(torch.tensor(stuck, device=child.device), -1)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)
         if depth == tree.depth or (is_host(alive) and not bool(alive.any())):

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter, ScratchSlots
-from slipstream.core.grammar import GrammarState, leads_on
+from slipstream.core.grammar import GrammarState, may_advance
 from slipstream.core.noise import NoiseStream
 from slipstream.core.sampling import Sampler, within
 from slipstream.core.tree import PAD, Tree
@@ -180,7 +180,7 @@ class Draft:
         goes on."""
         parents = ([walks[i] for i in above] for walks, above in zip(self.walks, origin, strict=True))
         self.walks = [
-            [walk and leads_on(walk, token) for walk, token in zip(row, line, strict=True)]
+            [walk and may_advance(walk, token, onward=True) for walk, token in zip(row, line, strict=True)]
             for row, line in zip(parents, tokens, strict=True)
         ]
 

@@ -1,9 +1,8 @@
 """The audit: is every token of an answer the one that plain decoding would have chosen?
 
-Where a target's `exactness` is "bits", every difference is an error. Elsewhere passes over a tree and over
-one row round differently: a token whose score is within the precision's margin of the best is a tie, and any
-other difference an error. The same holds of Hugging Face's `generate`, on every target. The audit says what
-differs and by how much; `measure.runner.Contest.audited` judges it.
+It says what differs and by how much; `measure.runner.Contest.audited` judges it. Where a target's `exactness`
+is "bits", every difference is an error. Elsewhere, and in Hugging Face's `generate`, passes over a tree and
+over one row round differently: a token whose score is within the target's margin of the best is a tie.
 """
 
 import math
@@ -38,13 +37,10 @@ def audit(
     A token is inside the support if a top-k, top-p or min-p boundary moved by the margin lets it in; only
     tokens of a support narrowed as much outrank it. Processors and warpers have no such slack.
     """
-    engine, request = (
-        Engine(target, Vanilla(), capacity=len(prompt) + len(answer)),
-        Request(list(prompt), sampling),
-    )
-    slack = target.margin
+    engine = Engine(target, Vanilla(), capacity=len(prompt) + len(answer))
+    request = Request(list(prompt), sampling)
     unit = sampling.temperature or 1.0  # scores are logits over temperature
-    divergences = []
+    slack, divergences = target.margin / unit, []
     for i, token in enumerate(answer):
         if i:
             engine.state.root.fill_(answer[i - 1])
@@ -57,8 +53,8 @@ def audit(
             sampler, span = engine.sampler, engine.span
             assert span is not None and span.logits is not None
             noise, logits = sampler.noise(span.start + span.count), span.logits[:, -1]
-            own = (sampler.scores(logits, slack / unit) + noise)[0, token]
-            best = (sampler.scores(logits, -slack / unit) + noise).max()
+            own = (sampler.scores(logits, slack) + noise)[0, token]
+            best = (sampler.scores(logits, -slack) + noise).max()
             behind = float(best - own) * unit if own > -torch.inf else math.inf
             divergences.append(Divergence(i, token, request.committed[0], max(0.0, behind)))
     return divergences

@@ -20,26 +20,16 @@ KEEP = 2**15  # tokens that the conversation keeps, at most
 
 
 class ChatSession:
-    """A conversation with a target.
-
-    Args:
-        drafter: a name, a directory or a `Drafter`; see `draft_with`.
-        options: of `generate`, but for `law` and `trace`.
-
-    Attributes:
-        plain: the next answers are decoded plainly. They say the same, but for a drafter of
-            `proposal=sampled` at T > 0.
-        last: the last answer, as far as it came.
-        shared: tokens of its prompt that were not read again.
-        steps: its steps, with their trees.
-    """
+    """A conversation with a target. `options` are those of `generate`, but for `law` and `trace`."""
 
     def __init__(self, target: Target, drafter: Named | Drafter = "auto", **options: Any) -> None:
         if target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: it cannot talk")
-        self.target, self.options, self.plain = target, options, False
-        self.last: Generation | None = None
-        self.shared, self._lines = 0, list[str]()
+        self.target, self.options = target, options
+        self.plain = False  # whether the next answers are decoded plainly
+        self.last: Generation | None = None  # answer, as far as it came
+        self.shared = 0  # tokens of its prompt that were not read again
+        self._lines = list[str]()
         self.draft_with(drafter)
 
     @property
@@ -48,7 +38,7 @@ class ChatSession:
 
     def draft_with(self, drafter: Named | Drafter) -> None:
         """Take another drafter from now on, which has read nothing yet. Raises ValueError."""
-        temperature = self.temperature
+        temperature = self.temperature  # which checks the options
         if not isinstance(drafter, Drafter):
             drafter = cached_drafter(drafter, self.target, temperature)
         chooses, most = policy(self.target, drafter, 1), min(KEEP, self.target.window)
@@ -57,6 +47,7 @@ class ChatSession:
 
     @property
     def steps(self) -> list[TracedStep]:
+        """Those of the last answer, with their trees."""
         return [TracedStep.model_validate(json.loads(line)) for line in self._lines]
 
     def write(self, line: str) -> None:
@@ -64,10 +55,9 @@ class ChatSession:
         self._lines.append(line)
 
     def answer(self, messages: Messages, **options: Any) -> Generator[list[str], None, None]:
-        """Answer messages, step by step: what each token of a step made certain. All but a step's last token
-        were guesses, unless the answer ended among them. To close it gives up the rest; to interrupt it
-        within a step spoils the session. `options` replace those of the conversation. Raises ValueError as
-        `generate` does."""
+        """Answer messages, step by step: what each token of a step made certain. To close it gives up the
+        rest; to interrupt it within a step spoils the session. `options` replace those of the conversation.
+        Raises ValueError as `generate` does."""
         params = SamplingParams.of(self.target, **self.options | options)
         request = params.request(0, encode(self.target, messages), streams=True, plain=self.plain)
         engine, self._lines = self._engine, []
@@ -80,8 +70,8 @@ class ChatSession:
                 engine.check([request])
                 tracer.take([request])
                 self.shared = request.shared
-                spent = engine.seconds - began
-                self.last = replace(generation(request, spent), finish=request.finish or "length")
+                answer = generation(request, engine.seconds - began)
+                self.last = replace(answer, finish=request.finish or "length")
                 yield request.new_pieces()
         finally:
             engine.cancel(request)

@@ -2,8 +2,7 @@
 Both are kept in the user's cache."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
 from statistics import median
@@ -40,12 +39,12 @@ _statistics: WeakKeyDictionary[Target, dict[Any, TreeStatistics]] = WeakKeyDicti
 
 
 def statistics(target: Target, drafter: Drafter) -> TreeStatistics:
-    """What is known of a drafter's candidate trees. All drafters of the same name and trees share it: a
-    drafter that is named in each call is made anew, and need not learn anew."""
-    of_target = _statistics.setdefault(target, {})
-    if (key := (drafter.name, drafter.candidate_trees)) not in of_target:
-        known = of_target[key] = TreeStatistics(drafter.candidate_trees)
-        trees = {spec.name: i for i, spec in enumerate(drafter.candidate_trees)}
+    """What is known of a drafter's candidate trees. Drafters of the same name and trees share it: one that is
+    made anew in each call need not learn anew."""
+    of_target, specs = _statistics.setdefault(target, {}), drafter.candidate_trees
+    if (key := (drafter.name, specs)) not in of_target:
+        known = of_target[key] = TreeStatistics(specs)
+        trees = {spec.name: i for i, spec in enumerate(specs)}
         with suppress(ValueError), understood(FILE):  # what is damaged is learnt anew
             known.accepted |= {
                 (trees[name], bucket): Accepted(float(mean), float(rounds))
@@ -93,7 +92,8 @@ def learn(
     _store(target, drafter, {texts: known.seconds[texts]})
     for tree, spec in enumerate(drafter.candidate_trees):
         if spec.depth:
-            deque(decode(Trial(known, tree)), maxlen=0)
+            for _ in decode(Trial(known, tree)):
+                pass
     _store(target, drafter, {}, known)
 
 
@@ -103,15 +103,14 @@ def _setting(target: Target, texts: int | str) -> str:
 
 
 def _key(target: Target, drafter: Drafter, what: str) -> str:
-    """Quantised copies have their model's fingerprint, and begin with what it accepted. Costs are shared by
-    all temperatures: rounds soon show what noise adds to them."""
+    """Quantised copies have their model's fingerprint, and begin with what it accepted. Temperatures share
+    costs: rounds soon show what noise adds."""
     name = drafter.name if what == ACCEPTED else drafter.name.removesuffix(SAMPLED)
     return f"{target.fingerprint} {name}"
 
 
 def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
-    """Of this drafter, by what it is: costs in a setting, or what was accepted. A damaged file is deleted:
-    what it held is measured again."""
+    """Of this drafter: costs by their setting, and what was accepted. A damaged file is deleted."""
     path = cache_home() / FILE
     try:
         results = read_results(path)
@@ -125,10 +124,7 @@ def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
 
 
 def _store(
-    target: Target,
-    drafter: Drafter,
-    seconds: Mapping[int, Sequence[float]],
-    known: TreeStatistics | None = None,
+    target: Target, drafter: Drafter, costs: dict[int, list[float]], known: TreeStatistics | None = None
 ) -> None:
     """What rounds cost, by numbers of texts, and what was accepted. Entries of other trees of the drafter's
     name stay. A cache that cannot be written is no error."""
@@ -140,9 +136,9 @@ def _store(
             name: [[round(x, 3) for x in astuple(known.average(i, bucket))] for bucket in buckets]
             for i, name in enumerate(trees)
         }
-    for texts, costs in seconds.items():
-        rounded = {name: round(cost, 6) for name, cost in zip(trees, costs, strict=True)}
-        news[_setting(target, texts)] = rounded | {CATCH_UP: round(drafter.catch_up_per_token, 9)}
+    for texts, seconds in costs.items():
+        news[_setting(target, texts)] = {name: round(x, 6) for name, x in zip(trees, seconds, strict=True)}
+        news[_setting(target, texts)][CATCH_UP] = round(drafter.catch_up_per_token, 9)
     stored = _stored(target, drafter)
     entries = {
         what: {_key(target, drafter, what): stored.get(what, {}) | entry} for what, entry in news.items()
@@ -154,13 +150,14 @@ def _store(
 def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
     """By texts and tree, from the user's cache: for so many, which are measured if they are not there, and
     for other known numbers, as an engine's texts become fewer."""
-    names, place = [*(spec.name for spec in drafter.candidate_trees), CATCH_UP], _setting(target, "")
+    trees, place = [spec.name for spec in drafter.candidate_trees], _setting(target, "")
     seconds, catch_up = dict[int, list[float]](), dict[int, float]()
     for what, entry in _stored(target, drafter).items():
         number = what.removeprefix(place)
-        own: dict[str, Any] = {name: entry.get(name) for name in names}
-        if what.startswith(place) and number.isdigit() and all(_is_cost(*pair) for pair in own.items()):
-            *seconds[int(number)], catch_up[int(number)] = own.values()
+        costs, late = [entry.get(name, math.nan) for name in trees], entry.get(CATCH_UP, math.nan)
+        numbers = all(isinstance(x, int | float) and 0 <= x < math.inf for x in (*costs, late))
+        if what.startswith(place) and number.isdigit() and numbers and all(costs):
+            seconds[int(number)], catch_up[int(number)] = costs, late
     if texts not in seconds:
         seconds[texts] = measured(target, drafter, texts)
         _store(target, drafter, {texts: seconds[texts]})
@@ -171,11 +168,6 @@ def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[flo
     return seconds
 
 
-def _is_cost(name: str, seconds: Any) -> bool:
-    """Whether what a file holds is a cost. A head may catch up in no time."""
-    return isinstance(seconds, int | float) and 0 <= seconds < math.inf and (seconds > 0 or name == CATCH_UP)
-
-
 def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> list[float]:
     """Median seconds of a round of every tree. Trees alternate, after an untimed round of each. What a token
     read late costs the drafter is what its head takes to read their prompts."""
@@ -183,14 +175,12 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
         next(_laps(target, drafter, 1))
     laps = _laps(target, drafter, texts, context)
     next(laps)
-    began, timed = perf_counter(), list[list[float]]()
-    for lap in laps:
-        timed.append(lap)
-        if len(timed) == LAPS or (len(timed) >= FEWEST and perf_counter() - began > SECONDS):
-            break
-    for spec in [spec for spec in drafter.candidate_trees if spec.children][:1]:
+    began, timed = perf_counter(), [next(laps) for _ in range(FEWEST)]
+    while len(timed) < LAPS and perf_counter() - began <= SECONDS:
+        timed.append(next(laps))
+    if head := next((spec for spec in drafter.candidate_trees if spec.children), None):
         # The first engine's head read its prompts while graphs and buffers were made.
-        _engine(target, drafter, texts, context).step(spec=spec)
+        _engine(target, drafter, texts, context).step(spec=head)
     return [median(times) for times in zip(*timed, strict=True)]
 
 
@@ -201,7 +191,7 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
     engine = _engine(target, drafter, texts, context)
 
     def ready() -> Engine:
-        """An engine whose texts may have the rounds of a tree."""
+        """An engine whose texts have room for three rounds."""
         fits = max(engine.lengths) + 3 * (deepest + 2) <= most
         return engine if fits else _engine(target, drafter, texts, context)
 
@@ -230,13 +220,13 @@ def _engine(target: Target, drafter: Drafter, texts: int, context: int) -> Engin
     context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
-    engine = Engine(target, Full(drafter), rows=texts, capacity=capacity, specs=drafter.candidate_trees)
+    engine = Engine(target, _Matching(drafter), rows=texts, capacity=capacity, specs=drafter.candidate_trees)
     sampling = Sampling(temperature=float(drafter.uses_target_noise))  # noise takes its time
     engine.admit(*(Request(prompt, sampling) for prompt in prompts))
     return engine
 
 
-class Full(Drafter):
+class _Matching(Drafter):
     """The same drafter, for which there is always a match, though never a right one."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -268,9 +258,8 @@ def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Gr
         slow, fast = (f"{texts * tokens_a_round / cost:.0f}" for tokens_a_round in (brings[0], brings[-1]))
         cells = (known.chosen[i], spec.nodes, f"{1e3 * cost:.1f}", *(f"{mean:.2f}" for mean in brings))
         table.add_row(_short(spec), *cells, f"{slow} to {fast}" if spec.depth else slow)
-    tuned = ", ".join(map(_short, drafter.tuned))
-    text = (
-        f"{f'Found by tune: {tuned}. ' if tuned else ''}"
+    text = f"Found by tune: {', '.join(map(_short, drafter.tuned))}. " if drafter.tuned else ""
+    text += (
         "A round takes the tree that promises most tokens a second. Tokens are means over all texts; a text "
         "whose guesses are accepted less often than these takes smaller trees, or none (plain), and is tried "
         f"again now and then. Kept in {cache_home() / FILE}."

@@ -61,9 +61,7 @@ class Captured:
     def __post_init__(self) -> None:
         self.caches = [self.cache, *self.state.caches]
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
-        self._places += [
-            (part, name) for part, name, value in self.state.fields() if isinstance(value, Tensor)
-        ]
+        self._places += [(owner, name) for owner, name, x in self.state.fields() if isinstance(x, Tensor)]
         self._until = -1  # the largest bound of the cache that the captures are good for
         self._held: list[Tensor] = []  # the tensors in these places that the captures read and write
         self._memory: list[list[Tensor]] = []  # keys and values of all storages
@@ -84,12 +82,10 @@ class Captured:
         return self._result
 
     def _moved(self) -> bool:
-        if any(
-            getattr(*place).shape != old.shape for place, old in zip(self._places, self._held, strict=True)
-        ):
-            return True
-        return any(
-            cache.storage.stored is not old for cache, old in zip(self.caches, self._memory, strict=True)
+        shapes = [getattr(*place).shape for place in self._places]
+        memory = zip(self.caches, self._memory, strict=True)
+        return shapes != [held.shape for held in self._held] or any(
+            cache.storage.stored is not old for cache, old in memory
         )
 
     def _capture(self, until: int) -> None:

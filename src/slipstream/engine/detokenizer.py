@@ -8,8 +8,8 @@ from slipstream.targets.prompts import BYTE
 
 def silent_stops(text: Text, stop: Sequence[str]) -> frozenset[int]:
     """Special tokens whose own text is a stop string. The text of an answer leaves them out."""
-    written = ((each, text.ids(each)) for each in stop)
-    alone = (ids for each, ids in written if len(ids) == 1 and text.decode(ids, special=True) == each)
+    written = ((string, text.ids(string)) for string in stop)
+    alone = (ids for string, ids in written if len(ids) == 1 and text.decode(ids, special=True) == string)
     return frozenset(ids[0] for ids in alone if not text.decode(ids))
 
 
@@ -18,18 +18,13 @@ class Detokenizer:
 
     It holds back incomplete characters and what may become a stop string. Tokens are decoded together with
     those released last, because a decoder may look back.
-
-    Attributes:
-        stopped: a stop string is complete, and nothing follows.
-        released: characters of the pieces so far.
-        decoded: characters of all tokens so far.
     """
 
     def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
         self.text, self.stop = text, tuple(stop)
         self._silent = silent_stops(text, stop)
-        self.stopped = False
-        self.released = self.decoded = 0
+        self.stopped = False  # a stop string is complete, and nothing follows
+        self.released = self.decoded = 0  # characters of the pieces so far, and of all tokens
         self._context = list[int]()  # the tokens that were released last
         self._fresh = list[int]()  # the tokens after them, whose text is not all released
         self._start = 0  # characters before the fresh tokens' text

@@ -1,7 +1,7 @@
 """Engine: requests share passes of the target, and join and leave at any step. No drafter is named here."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial, wraps
@@ -74,37 +74,20 @@ class Engine:
 
     A text depends on its prompt and its sampling alone, not on the texts beside it. It takes a free row of
     caches that are allocated once. No pass reads free rows.
-
-    Args:
-        rows: requests that may be under way at once.
-        capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        specs: trees that steps may ask for beside the drafter's own; the largest one has room, and the
-            deepest one says how deep a parallel head drafts.
-        policy: chooses the tree of a step that asks for none.
-        keep: tokens of texts whose caches are kept, for prompts that begin as they did.
-
-    Attributes:
-        waiting: requests without a row, the oldest first.
-        joining: those whose prompts are being read; `prefill` is None where that failed.
-        running: those under way, in the order of their rows. Ended ones leave at the next step, or by `free`.
-        scratch_slots: those that its largest tree needs.
-        seconds: where the time went so far.
-        span: what the last step read, or the last chunk of prompts.
-        waited: tokens of prompts, padding included, that requests under way have waited for since a step.
     """
 
     target: Target
     drafter: Drafter
     law: Law = coupled
-    rows: int = 1
-    capacity: int = 0
-    specs: Sequence[TreeSpec] = ()
-    policy: Policy | None = None
-    keep: int = 0
+    rows: int = 1  # requests that may be under way at once
+    capacity: int = 0  # tokens of the longest text, if known; caches that are too small grow by blocks
+    specs: Sequence[TreeSpec] = ()  # trees that steps may ask for beside the drafter's own
+    policy: Policy | None = None  # chooses the tree of a step that asks for none
+    keep: int = 0  # tokens of texts whose caches are kept, for prompts that begin as they did
 
     def __post_init__(self) -> None:
-        self.waiting = deque[Request]()
-        self.seconds = Seconds()
+        self.waiting = deque[Request]()  # requests without a row, the oldest first
+        self.seconds = Seconds()  # where the time went so far
         self._admitted = 0
         self._record = recorder(self.target) if self.law is coupled else None  # others look at what they drew
         # Of all trees, which are checked.
@@ -113,10 +96,11 @@ class Engine:
 
     def _start(self) -> None:
         target, drafter = self.target, self.drafter
-        self.running, self.joining = list[Request](), list[Request]()
-        self.prefill: Prefill | None = None
-        self.span: Span | None = None
-        self.waited = 0
+        self.running = list[Request]()  # in the order of their rows; ended ones leave at the next step
+        self.joining = list[Request]()  # whose prompts are being read
+        self.prefill: Prefill | None = None  # None though requests are joining: that failed
+        self.span: Span | None = None  # what the last step read, or the last chunk of prompts
+        self.waited = 0  # tokens of prompts, padding included, that those under way waited for since a step
         self._forced = False  # in the last step a grammar added tokens
         self._captured: dict[TreeSpec | None, Captured] = {}
         self._prefixes = PrefixCache(self.keep)
@@ -131,11 +115,6 @@ class Engine:
         self.cache.select([])
         self.state.select([])
         self._regroup([])
-
-    @property
-    def capacities(self) -> list[int]:
-        """Slots for a text in each of the caches."""
-        return [cache.storage.capacity for cache in (self.cache, *self.state.caches)]
 
     @property
     def numbers(self) -> list[int]:
@@ -171,22 +150,22 @@ class Engine:
         """One pass: the next chunk of prompts, or `decode`. Returns the requests that it brought tokens, by
         row of `span`. What fails one of them alone stands in its `error`."""
         self.free()
-        if self.waiting and self.prefill is None and (group := self._next()):
-            self.begin(*group)
+        if self.prefill is None and (count := self._fitting()):
+            self.joining = [self.waiting.popleft() for _ in range(count)]
+            self.begin(*self.joining)
         if self.prefill is not None and not self.due:
             return self.read()
         return self.decode(limit, spec) if self.running else []
 
-    def _next(self) -> list[Request]:
-        """Requests to join now, the oldest first: those of the free rows that are worth reading together."""
-        fit, alone = list[Request](), any(request.alone for request in self.running)
+    def _fitting(self) -> int:
+        """How many of the oldest requests to read together now, in the free rows."""
+        prompts, alone = list[list[int]](), any(request.alone for request in self.running)
         for request in islice(self.waiting, self.rows - len(self.running)):
-            if alone or (request.alone and (fit or self.running)):
+            if alone or (request.alone and (prompts or self.running)):
                 break
-            fit.append(request)
+            prompts.append(request.prompt)
             alone = request.alone
-        self.joining = [self.waiting.popleft() for _ in range(together(each.prompt for each in fit))]
-        return self.joining
+        return together(prompts)
 
     def admit(self, *requests: Request) -> list[Request]:
         """`begin`, and `read` to the end."""
@@ -213,13 +192,10 @@ class Engine:
         state.share_storage(self.state)
         rows, prompts = [request.sampling for request in requests], [request.prompt for request in requests]
         sampler = Sampler(rows, prompts, self.target.vocab, device)
-        capacities = self.capacities
         for row, request in enumerate(requests):
             request.began = request.began or perf_counter()
             request.number, request.sequence = self._admitted + row, list(request.prompt)
             request.shared = self._prefixes.take(request.prompt, request.salt, cache, state, row)
-        if self.capacities != capacities:
-            self._captured.clear()
         # With others under way a chunk is one of all prompts together.
         width = max(1, CHUNK // count) if self.running else CHUNK
         chunks = chunked([request.prompt[request.shared :] for request in requests], device, width)
@@ -232,7 +208,7 @@ class Engine:
         """Read a chunk of the prompts of those that join. Returns nothing before the last, and then these
         requests, which have their first token each."""
         assert self.prefill is not None, "no prompts are being read: begin comes first"
-        lap, capacities, new = _stopwatch(), self.capacities, self.prefill
+        lap, new = _stopwatch(), self.prefill
         try:
             tokens, nexts, count, last = next(new.chunks)
             self.waited += tokens.numel() if self.running else 0
@@ -240,14 +216,12 @@ class Engine:
         except BaseException:
             self.prefill = None  # others may be read
             raise
-        if self.capacities != capacities:  # steps were captured over memory that is given up
-            self._captured.clear()
         if not last:
             self.seconds.prefill += lap()
             return []
         self.span, self.prefill = span, None
-        read = {row: list(request.prompt) for row, request in enumerate(new.requests)}
-        self._remember(new.requests, read, new.sampler, new.cache, new.state)
+        for row, request in enumerate(new.requests):
+            self._remember(row, request.salt, list(request.prompt), new.sampler, new.cache, new.state)
         self.cache.join(new.cache)
         self.state.join(new.state)
         self.sampler = self.sampler.join(new.sampler)
@@ -306,24 +280,21 @@ class Engine:
             self.seconds.draft += lap()
             self.span = self._check(tree)
         lap()
-        results = self._results(self.span)
+        results = _results(self.span, self.sampler)
         self.seconds.host += lap()
         return results
 
     def _must_follow(self) -> list[bool]:
-        """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
-        may reach further than that."""
+        """Which of several texts go on as their grammars say; guesses for a single text may reach further."""
         if len(self.running) == 1 or not any(self.sampler.grammar_states):
             return [False] * len(self.running)
         return [bool(tokens) for tokens in must_follow(self.sampler.grammar_states, self.state.root.tolist())]
 
     def _regroup(self, running: list[Request]) -> None:
-        """Other requests are under way. Steps read which of them get no guesses as a tensor, which must be
-        there before they are captured."""
+        """Other requests are under way. A captured step needs the tensor of those that get no guesses."""
         self.running = running
-        self._plain = torch.tensor(
-            [request.plain for request in running], dtype=torch.bool, device=self.target.device
-        )[:, None]
+        plain, device = [request.plain for request in running], self.target.device
+        self._plain = torch.tensor(plain, dtype=torch.bool, device=device)[:, None]
         self._captured.clear()
 
     def _propose(self, spec: TreeSpec | None) -> Tree:
@@ -335,7 +306,7 @@ class Engine:
             if any(plain):
                 guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
                 tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
-        forces = [self.drafter.depth > 0 and not each for each in plain]  # plain decoding stays plain
+        forces = [self.drafter.depth > 0 and not one for one in plain]  # plain decoding stays plain
         tree, self._forced = guided(tree, self.sampler.grammar_states, forces)
         return tree
 
@@ -361,18 +332,9 @@ class Engine:
         self.seconds = replace(before, verify=before.verify + lap())
         return span
 
-    def _results(self, span: Span) -> list[Result]:
-        """The step's one copy to the host: counts, drafted depths, whether scores are finite, and tokens."""
-        assert span.tree is not None
-        depths = replace(span.tree, probes=None).layout().depths
-        drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
-        figures = torch.stack([span.count, drafted, self.sampler.finite], 1)
-        rows = torch.cat([figures, span.nexts], 1).tolist()
-        return [(tokens[:count], deepest, bool(finite)) for count, deepest, finite, *tokens in rows]
-
     def _take(self, requests: Sequence[Request], results: Iterable[Result]) -> list[Request]:
         """Let the requests of the last rows take what a pass brought. What fails here fails one of them
-        alone, such as a dead end of its grammar, which the next pass would meet."""
+        alone, such as a dead end that the next pass would meet."""
         began, walks = perf_counter(), self.sampler.grammar_states[-len(requests) :]
         for request, walk, result in zip(requests, walks, results, strict=True):
             try:
@@ -396,7 +358,7 @@ class Engine:
         """Let ended and cancelled requests leave. The last rows move into theirs."""
         if gone := [row for row, request in enumerate(self.running) if request.done]:
             self._leave(gone)
-        if self.joining and all(request.done for request in self.joining):
+        if all(request.done for request in self.joining):
             self.joining, self.prefill = [], None
 
     @_in_turn
@@ -405,10 +367,10 @@ class Engine:
         movers = iter([row for row in range(left, len(self.running)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.flush(self.lengths)
-        read = {row: self.running[row].sequence[:-1] for row in gone}
-        self._remember(self.running, read, self.sampler, self.cache, self.state)
         for row in gone:
-            self.running[row].sequence = []
+            request = self.running[row]
+            read, request.sequence = request.sequence[:-1], []
+            self._remember(row, request.salt, read, self.sampler, self.cache, self.state)
         if non_finite := [row for row, finite in enumerate(self.sampler.finite.tolist()) if not finite]:
             for cache in (self.cache, *self.state.caches):
                 cache.wipe(non_finite)
@@ -419,19 +381,12 @@ class Engine:
         self.seconds.host += lap()
 
     def _remember(
-        self,
-        requests: Sequence[Request],
-        read: Mapping[int, list[int]],
-        sampler: Sampler,
-        cache: KVCache,
-        state: State,
+        self, row: int, salt: int, read: list[int], sampler: Sampler, cache: KVCache, state: State
     ) -> None:
-        """Keep what was `read` in some rows, where there is room and all numbers were finite."""
-        finite = sampler.finite.tolist() if self.keep else []
-        for row, tokens in read.items():
-            if finite and finite[row]:
-                with suppress(MemoryError, torch.OutOfMemoryError):
-                    self._prefixes.put(tokens, requests[row].salt, cache, state, row)
+        """Keep what was `read` in a row, where there is room and all numbers were finite."""
+        if self.keep and bool(sampler.finite[row]):
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                self._prefixes.put(read, salt, cache, state, row)
 
     @property
     def suspects(self) -> list[Request]:
@@ -446,6 +401,16 @@ class Engine:
             request.again = len(request.tokens)
         self.waiting.extendleft(reversed(begun))
         self._start()
+
+
+def _results(span: Span, sampler: Sampler) -> list[Result]:
+    """The step's one copy to the host: counts, drafted depths, whether scores are finite, and tokens."""
+    assert span.tree is not None
+    depths = replace(span.tree, probes=None).layout().depths
+    drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
+    figures = torch.stack([span.count, drafted, sampler.finite], 1)
+    rows = torch.cat([figures, span.nexts], 1).tolist()
+    return [(tokens[:count], deepest, bool(finite)) for count, deepest, finite, *tokens in rows]
 
 
 def _stopwatch() -> Callable[[], float]:

@@ -18,7 +18,7 @@ from slipstream.core.verify import Law, coupled, multi_round
 from slipstream.drafters.drafter_cache import cached_drafter
 from slipstream.engine.costs import keep, policy
 from slipstream.engine.engine import Engine, Seconds
-from slipstream.engine.memory import memory
+from slipstream.engine.memory import memory as text_memory
 from slipstream.engine.request import Finish, Request, Step, mean_accepted_length
 from slipstream.engine.sampling_params import SamplingOptions, SamplingParams, check_kind
 from slipstream.engine.trace import Tracer
@@ -109,7 +109,7 @@ class Options(SamplingOptions, total=False):
 
 
 class BatchOptions(Options, total=False):
-    """Those of `generate` alone."""
+    """With those of `generate` alone."""
 
     batch: int | None
     memory: float | None
@@ -125,13 +125,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _spelled(function: F) -> F:
-    """Decorates a function whose options are a TypedDict: its signature names each of them, for completion in
-    shells and for `help`."""
+    """Names each of a function's options, a TypedDict, in its signature, for completion in shells."""
     own = inspect.signature(function)
     *before, options = own.parameters.values()
     (kind,) = get_args(options.annotation)
     named = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=of)
+        options.replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=of)
         for name, of in kind.__annotations__.items()
     ]
     function.__signature__ = own.replace(parameters=[*before, *named])  # type: ignore[attr-defined]
@@ -196,7 +195,7 @@ def generate(
     if streamer is not None:
         job.check_single("a streamer", "generate")
         check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
-    answers = job.generations(job.run(streamer))
+    answers = job.run(streamer)
     return answers[0] if job.single else answers
 
 
@@ -280,11 +279,10 @@ class Job:
             raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
         if batch is not None and not (is_whole(batch) and batch > 0):
             raise ValueError(f"batch is {batch!r}; it must be at least 1, a whole number")
-        if isinstance(drafter, (str, PathLike, Spec)):
-            texts = min(batch or len(ids), len(ids))
-            looks = law in (None, "coupled")  # other laws do not allow drafts that depend on the noise
-            temperature = params.sampling.temperature if looks else 0.0
-            drafter = cached_drafter(drafter, target, temperature, texts)
+        if isinstance(drafter, str | PathLike | Spec):
+            # Laws other than the coupled do not allow drafts that depend on the noise.
+            temperature = params.sampling.temperature if law in (None, "coupled") else 0.0
+            drafter = cached_drafter(drafter, target, temperature, min(batch or len(ids), len(ids)))
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None:
@@ -300,7 +298,10 @@ class Job:
         streams |= trace is not None
         requests = [params.request(i, prompt, streams=streams) for i, prompt in enumerate(ids)]
         job = cls(target, drafter, requests, LAWS[law], trace, batch, single)
-        return job if memory is None else replace(job, batch=min(job.rows, job.fitting(memory)))
+        if memory is None:
+            return job
+        check_kind("memory", memory, Real, "give GiB")
+        return replace(job, batch=min(job.rows, text_memory(target, drafter, job.longest).batch(memory)))
 
     @property
     def rows(self) -> int:
@@ -311,11 +312,6 @@ class Job:
     def longest(self) -> int:
         """Tokens of the longest text."""
         return max(len(request.prompt) + request.limit for request in self.requests)
-
-    def fitting(self, gib: float) -> int:
-        """The most texts that may be under way in so much memory. Raises ValueError."""
-        check_kind("memory", gib, Real, "give GiB")
-        return memory(self.target, self.drafter, self.longest).batch(gib)
 
     def check_single(self, taker: str, caller: str) -> None:
         """Raises ValueError for more than one prompt."""
@@ -340,9 +336,13 @@ class Job:
         finally:
             keep(self.target, self.drafter)
 
-    def run(self, streamer: Streamer | None = None) -> Seconds:
-        """Answer the requests. Returns where the time went. Raises Interrupted."""
+    def run(self, streamer: Streamer | None = None) -> list[Generation]:
+        """Answer the requests. Raises Interrupted."""
         seconds = Seconds()
+
+        def answers() -> list[Generation]:
+            return [generation(request, seconds) for request in self.requests]
+
         try:
             if streamer is not None:
                 streamer.put(torch.tensor(self.requests[0].prompt))
@@ -350,11 +350,7 @@ class Job:
                 if streamer is not None and (tokens := self.requests[0].released()):
                     streamer.put(torch.tensor(tokens))
         except KeyboardInterrupt as stopped:
-            raise Interrupted(self.generations(seconds), self.single) from stopped
+            raise Interrupted(answers(), self.single) from stopped
         if streamer is not None:
             streamer.end()
-        return seconds
-
-    def generations(self, seconds: Seconds) -> list[Generation]:
-        """The answers as far as they came, as `generate` returns them."""
-        return [generation(request, seconds) for request in self.requests]
+        return answers()

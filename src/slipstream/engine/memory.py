@@ -31,8 +31,7 @@ class TextMemory:
         return self.target + self.drafter
 
     def batch(self, gib: float, other: float = 0.0) -> int:
-        """The most texts that so much memory holds at once, beside `other` things of so many GiB. Raises
-        ValueError where it holds none."""
+        """The most texts that so much memory holds beside `other` GiB. Raises ValueError where it is none."""
         if not 0 < gib < math.inf or (batch := int((gib - other) * GIB // self.text)) < 1:
             least = f"{self.text / GIB + other:.2g} GiB"
             raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {least}")

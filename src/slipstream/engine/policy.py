@@ -50,11 +50,9 @@ class Accepted:
         return self.mean + HOPE * sqrt(self.mean / self.rounds)
 
     def fade(self, left: float, least: float = TOLD) -> None:
-        """Rounds of other trees went by. A mean of many rounds is never worth as little as a guess; one of
-        fewer, no less than `least`."""
-        least = TOLD if self.rounds > TOLD else least
-        if self.rounds > least:
-            self.rounds = max(least, self.rounds * left)
+        """Rounds of other trees went by. A mean of many rounds stays worth `TOLD`, one of fewer `least`."""
+        least = TOLD if self.rounds > TOLD else min(self.rounds, least)
+        self.rounds = max(least, self.rounds * left)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -64,70 +62,59 @@ class Accepted:
 
 @dataclass
 class TreeStatistics:
-    """What is known of a drafter's candidate trees, in any text.
-
-    Attributes:
-        seconds: of a round, by the number of texts that share it, then by tree.
-        accepted: tokens, by tree and match bucket (`Drafter.match_buckets`).
-        catch_up_per_token: see `Drafter`.
-        chosen: rounds of each tree.
-        begun: numbers of texts of engines: each was measured before the first.
-        stored: rounds whose acceptance is stored.
-        timed: rounds that lately timed a tree, by texts, then by tree.
-        plain_seconds: of a plain round, by texts, when one was last timed.
-    """
+    """What is known of a drafter's candidate trees, in any text."""
 
     trees: Sequence[TreeSpec]
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)
-    catch_up_per_token: float = 0.0
-    chosen: Counter[int] = field(default_factory=Counter)
-    begun: set[int] = field(default_factory=set)
-    stored: int = 0
-    timed: dict[int, list[float]] = field(default_factory=dict)
-    plain_seconds: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, list[float]] = field(default_factory=dict)  # of a round, by texts in it, then by tree
+    accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)  # by tree and match bucket
+    catch_up_per_token: float = 0.0  # see `Drafter`
+    chosen: Counter[int] = field(default_factory=Counter)  # rounds of each tree
+    begun: set[int] = field(default_factory=set)  # numbers of texts of engines, which were measured before
+    stored: int = 0  # rounds whose acceptance is stored
+    timed: dict[int, list[float]] = field(default_factory=dict)  # rounds that lately timed a tree, as seconds
+    plain_seconds: dict[int, float] = field(default_factory=dict)  # of the last timed plain round, by texts
 
     def average(self, tree: int, bucket: int) -> Accepted:
         """Of a tree in a match bucket; a guess before any was counted."""
         if (tree, bucket) not in self.accepted:
             spec, match = self.trees[tree], MATCHED[bucket]
-            grown = FIRST + GROWN * log2(spec.nodes) if spec.children else 0.0
             if spec.is_chain:
                 grown = _chain_tokens(CHAINED, spec)
+            else:
+                grown = FIRST + GROWN * log2(spec.nodes) if spec.children else 0.0
             self.accepted[tree, bucket] = Accepted(_chain_tokens(match, spec) + (1 - match) * grown)
         return self.accepted[tree, bucket]
 
     def add(self, tree: int, bucket: int, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good. It also changes trees of the same kind
         of guesses: by as much as a guess is worth beside what was counted in their own rounds."""
-        average = self.average(tree, bucket)
+        average, own = self.average(tree, bucket), self.trees[tree]
         before = average.mean
         average.add(tokens, factor)
         change = min(2.0, max(0.5, average.mean / before)) if before else 1.0
-        own = self.trees[tree]
         for i, spec in enumerate(self.trees):
             if i != tree and spec.depth and bool(spec.children) == bool(own.children):
                 other = self.average(i, bucket)
                 other.mean *= change ** (_leverage(spec) / _leverage(own) * min(1.0, GUESS / other.rounds))
 
-    def costs(self, texts: int) -> list[float]:
-        """Of every tree, for so many texts; for the nearest number that was measured."""
-        return self.seconds[self._nearest(texts)]
-
-    def _nearest(self, texts: int) -> int:
+    def nearest(self, texts: int) -> int:
+        """The nearest number of texts that was measured."""
         return min(self.seconds, key=lambda known: abs(log2(known / texts)))
+
+    def costs(self, texts: int) -> list[float]:
+        """Of every tree, for so many texts."""
+        return self.seconds[self.nearest(texts)]
 
     def moved(self, texts: int) -> bool:
         """Whether a plain round's cost is no longer what plain rounds took."""
-        nearest = self._nearest(texts)
-        plain = self.seconds[nearest][0]
-        return not 1 / MOVED < plain / self.plain_seconds.get(nearest, plain) < MOVED
+        plain = self.costs(texts)[0]
+        return not 1 / MOVED < plain / self.plain_seconds.get(self.nearest(texts), plain) < MOVED
 
     def time(self, texts: int, tree: int, seconds: float, rounds: int) -> None:
         """Correct costs by what the last of so many rounds took. A longer text, or what else runs, makes
         rounds of other trees dearer, too: those that were not timed lately change by this tree's share of the
         rounds that were."""
-        nearest = self._nearest(texts)
+        nearest = self.nearest(texts)
         costs, timed = self.seconds[nearest], self.timed.setdefault(nearest, [0.0] * len(self.trees))
         off = min(OFF, max(1 / OFF, seconds / costs[tree])) ** (1 / (FIRM + timed[tree]))
         share = (1 + timed[tree]) / (1 + sum(timed))
@@ -160,10 +147,6 @@ class TextEvidence:
         """How much better than the average its guesses are."""
         return (self.accepted + PRIOR) / (self.promised + PRIOR)
 
-    def fade(self, left: float) -> None:
-        self.accepted *= left
-        self.promised *= left
-
 
 class Policy:
     """Chooses for one engine: `choose` before a round, `learn` after it, where it does not rest."""
@@ -175,7 +158,7 @@ class Policy:
         self._rows: list[tuple[int, int]] = []  # of the round: each text and its match bucket
         self._since_plain = 0  # rounds since the last plain one
         self._since_head = 0  # rounds since the last of a head's tree
-        self._rests, self._rested = 0, 0  # rounds to rest after the last choice, and those that did
+        self._rests = self._rested = 0  # rounds to rest after the last choice, and those that did
 
     def rests(self, texts: Sequence[int]) -> bool:
         """Whether the next round is plain like the last, because no tree promised enough. Then neither
@@ -193,10 +176,10 @@ class Policy:
         statistics, self._rows = self.statistics, list(zip(texts, buckets, strict=True))
         self._evidence = {key: evidence for key, evidence in self._evidence.items() if key[0] in texts}
         costs = statistics.costs(len(texts))  # of which a plain round's is the lowest
-        reads = (catch_up_cost / PAYS if spec.children else 0.0 for spec in statistics.trees)
+        read = catch_up_cost / PAYS  # for a head's trees
         speeds = [
-            tokens / (max(cost, costs[0]) + read)
-            for tokens, cost, read in zip(self._tokens(), costs, reads, strict=True)
+            tokens / (max(cost, costs[0]) + (read if spec.children else 0.0))
+            for tokens, cost, spec in zip(self._tokens(), costs, statistics.trees, strict=True)
         ]
         best = max(range(1, len(speeds)), key=lambda tree: speeds[tree])
         gain = speeds[best] / speeds[0]
@@ -242,7 +225,9 @@ class Policy:
             average, own = statistics.average(self._tree, bucket), self._of(text, bucket, bool(spec.children))
             for (other, _), evidence in self._evidence.items():
                 if other == text:
-                    evidence.fade(FADES if used and evidence is own else left)
+                    fades = FADES if used and evidence is own else left
+                    evidence.accepted *= fades
+                    evidence.promised *= fades
             if used:
                 promised = average.mean
                 statistics.add(self._tree, bucket, count - 1, own.factor)

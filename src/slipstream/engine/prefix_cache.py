@@ -20,11 +20,12 @@ LEAST = 8  # tokens that are worth to be copied
 
 @dataclass(frozen=True)
 class Prefix:
-    """What was read of one text. Its `parts` are of the target's cache, then of what the drafter holds by
-    token: how many tokens it holds more than the target's, and copies of its row."""
+    """What was read of one text."""
 
     tokens: list[int]
     salt: int
+    # Of the target's cache, then of what the drafter holds by token: how many tokens it holds more than the
+    # target's, and copies of its row.
     parts: list[tuple[int, list[Tensor]]]
 
     def shared(self, prompt: Sequence[int]) -> int:
@@ -57,29 +58,29 @@ class PrefixCache:
                 parts.append((int(value.lengths[row]) - len(tokens), value.row(row)))
             else:
                 parts.append((0, [value[row].clone()]))
-        self._prefixes = [
-            old for old in self._prefixes if old.salt != salt or old.tokens != tokens[: len(old.tokens)]
-        ]
-        self._prefixes.append(Prefix(tokens, salt, parts))
+        old = [x for x in self._prefixes if x.salt != salt or x.tokens != tokens[: len(x.tokens)]]
+        self._prefixes = [*old, Prefix(tokens, salt, parts)]
         while self.tokens > self.most:
             del self._prefixes[0]
 
     def take(self, prompt: Sequence[int], salt: int, cache: KVCache, state: State, row: int) -> int:
-        """Fill a row, which has read nothing, with what is known of a prompt's beginning. Returns how many
-        tokens need not be read."""
+        """Fill an empty row with what is known of a prompt's beginning. Returns how many tokens that are."""
         own = [prefix for prefix in self._prefixes if prefix.salt == salt]
         best = max(own, key=lambda prefix: prefix.shared(prompt), default=None)
         if best is None or (shared := best.shared(prompt)) < LEAST:
             return 0
         self._prefixes.remove(best)
         self._prefixes.append(best)
-        for (owner, name, value), (more, stored) in zip(
-            list(_by_token(cache, state)), best.parts, strict=True
-        ):
+        places = list(_by_token(cache, state))
+        for (owner, name, value), (more, stored) in zip(places, best.parts, strict=True):
             if isinstance(value, KVCache):
                 value.fill(row, stored, max(0, shared + more))
-            else:
-                setattr(owner, name, _filled(value, row, stored[0][:shared]))
+                continue
+            known = stored[0][:shared]
+            if (wider := len(known) - value.shape[1]) > 0:
+                value = torch.cat([value, value.new_zeros(len(value), wider, *value.shape[2:])], 1)
+            value[row, : len(known)] = known
+            setattr(owner, name, value)
         return shared
 
 
@@ -90,11 +91,3 @@ def _by_token(cache: KVCache, state: State) -> Iterator[tuple[Any, str, KVCache 
     for owner, name, value in state.fields():
         if isinstance(value, KVCache) or name in owner.by_token:
             yield owner, name, value
-
-
-def _filled(held: Tensor, row: int, stored: Tensor) -> Tensor:
-    """The same with another row, widened where that one is longer."""
-    if (more := len(stored) - held.shape[1]) > 0:
-        held = torch.cat([held, held.new_zeros(len(held), more, *held.shape[2:])], 1)
-    held[row, : len(stored)] = stored
-    return held

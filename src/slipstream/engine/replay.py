@@ -82,7 +82,7 @@ def steps(
     engine = Engine(target, drafter, law, len(requests), capacity, specs, policy)
     engine.admit(*requests)
     while True:
-        engine.cancel(*(each for each in engine.running if len(each.sequence) >= ends[each.number]))
+        engine.cancel(*(one for one in engine.running if len(one.sequence) >= ends[one.number]))
         engine.free()
         if not engine.running:
             return
@@ -112,8 +112,7 @@ def predict(drafter: Drafter, recorded: RecordedTarget, spec: TreeSpec | None = 
             "proposal=sampled accepts Σ min(p, q) of its guesses, and a known text matches Σ p·q of them: "
             "judge it by decoding (bench), or predict proposal=top-k or noise"
         )
-    committed: list[list[int]] = [[] for _ in recorded.tokens]
-    ends = recorded.lengths.tolist()
+    committed, ends = [list[int]() for _ in recorded.tokens], recorded.lengths.tolist()
     for engine in steps(drafter, recorded, recorded.law, spec):
         for request in engine.running:
             past = len(request.sequence) - ends[request.number]

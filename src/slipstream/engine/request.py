@@ -80,19 +80,13 @@ class Request:
         return self.finish is not None or self.error is not None or self.cancelled
 
     def take(self, tokens: list[int], drafted: int | None, finite: bool) -> None:
-        """Take what a pass brought, but for tokens that the text has already."""
+        """Take what a pass brought until the text ends, but for tokens that the text has already."""
         self.sequence += tokens
         self.committed, self.drafted, self.finite = tokens, drafted, finite
         self.known = min(self.again, len(tokens))
         self.again -= self.known
-        self.fresh = self.extend(tokens[self.known :]) if finite else []
-        if drafted is not None and self.fresh:
-            self.steps.append(Step(drafted, len(tokens) - 1, len(self.fresh)))
-
-    def extend(self, tokens: Sequence[int]) -> list[int]:
-        """Take tokens until the text ends; returns those taken."""
         before = len(self.tokens)
-        for token in tokens:
+        for token in tokens[self.known :] if finite else ():
             if self.finish is not None:
                 break
             self.tokens.append(token)
@@ -109,11 +103,12 @@ class Request:
                     self.finish = "stop"
                 if self.finish is not None:
                     self.pieces[-1] += self._reader.flush()
-        return self.tokens[before:]
+        self.fresh = self.tokens[before:]
+        if drafted is not None and self.fresh:
+            self.steps.append(Step(drafted, len(tokens) - 1, len(self.fresh)))
 
     def released(self) -> list[int]:
-        """Tokens not returned before that are part of the text for certain. A token in which a stop string
-        begins is not."""
+        """Tokens not returned before that are certain to be text: in none of them may a stop string begin."""
         start, end = self._released, len(self.tokens)
         if self._reader is not None:
             end = next((i for i in range(start, end) if min(self._ends[i:]) > self._reader.released), end)
@@ -127,8 +122,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The text, without special tokens and without the stop string that ended it; empty where there is no
-        tokenizer."""
+        """The text, without special tokens and the stop string that ended it; "" without a tokenizer."""
         if self._reader is not None:
             return "".join(self.pieces)
         return "" if self.tokenizer is None else self.tokenizer.decode(self.tokens)

@@ -49,17 +49,14 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Row:
-    """What a processor is made from: a prompt, as ids [1, start], and the parameters of its answer."""
+    """What a processor is made from."""
 
-    prompt: Any  # Hugging Face calls it a LongTensor
+    params: "SamplingParams"
+    prompt: Any  # ids [1, start], which Hugging Face calls a LongTensor
     start: int
-    device: Any
     limit: int  # the most tokens that the answer may have
     eos: list[int]
-    temperature: float
-    forces_bos: bool
-    vocab: int
-    stopped: Callable[[list[int]], bool]  # whether an answer so far holds a stop string
+    device: Any
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,11 @@ class BeforeTopK:
     """A warper between temperature and top-k, as a processor, which runs before both."""
 
     warper: Any
-    temperature: float
+    params: "SamplingParams"
 
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        return x.masked_fill(self.warper(ids, x / self.temperature) == -torch.inf, -torch.inf)
+        scores = self.warper(ids, x / self.params.sampling.temperature)
+        return x.masked_fill(scores == -torch.inf, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -83,66 +81,63 @@ class BeforeEnd:
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
         answer = ids[0, self.row.start :].tolist()
         ended = len(answer) >= self.row.limit or any(end in answer for end in self.row.eos)
-        return x if ended or self.row.stopped(answer) else self.processor(ids, x)
+        return x if ended or self.row.params.stopped(answer) else self.processor(ids, x)
 
     @property
     def __name__(self) -> str:
         return str(getattr(self.processor, "__name__", type(self.processor).__name__))
 
 
+def _forced_bos(value: Any, row: Row) -> Processor:
+    return hf.ForcedBOSTokenLogitsProcessor(*checked_ids([value], row.params.target.vocab, "it"))
+
+
 def _forced_eos(value: Any, row: Row) -> Processor:
-    ids = checked_ids(several(value), row.vocab, "it")
+    ids = checked_ids(several(value), row.params.target.vocab, "it")
     return hf.ForcedEOSTokenLogitsProcessor(row.start + row.limit, ids, row.device)
 
 
+def _decay(value: Any, row: Row) -> Processor:
+    return hf.ExponentialDecayLengthPenalty(value, row.eos, row.start)
+
+
 def _suppress_at_begin(value: Any, row: Row) -> Processor:
-    forced = row.forces_bos and row.start == 1  # then the second token is the first that is chosen
-    return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + forced, row.device)
+    forced = row.params.target.generation_config.forced_bos_token_id is not None
+    second = forced and row.start == 1  # the second token is the first that is chosen
+    return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + second, row.device)
 
 
 def _watermark(value: Any, row: Row) -> Processor:
     if not isinstance(value, hf.WatermarkingConfig):  # SynthID's processor counts its calls
         raise ValueError(f"a {type(value).__name__} cannot be applied to a tree: use a WatermarkingConfig")
-    processor: Processor = value.construct_processor(row.vocab, row.device)
+    processor: Processor = value.construct_processor(row.params.target.vocab, row.device)
     return processor
 
 
 # For each field of generation_config, in Hugging Face's order: the value that, like None, turns it off, and
-# what makes its processor of a value x and a row.
+# what makes its processor of a value x and a row r.
 Table = dict[str, tuple[Any, Callable[[Any, Row], Processor]]]
 PROCESSORS: Table = {
-    "sequence_bias": (None, lambda x, row: hf.SequenceBiasLogitsProcessor(x)),
-    "encoder_repetition_penalty": (
-        1,
-        lambda x, row: hf.EncoderRepetitionPenaltyLogitsProcessor(x, row.prompt),
-    ),
-    "repetition_penalty": (1, lambda x, row: hf.RepetitionPenaltyLogitsProcessor(x)),
-    "no_repeat_ngram_size": (0, lambda x, row: hf.NoRepeatNGramLogitsProcessor(x)),
-    "encoder_no_repeat_ngram_size": (0, lambda x, row: hf.EncoderNoRepeatNGramLogitsProcessor(x, row.prompt)),
-    "bad_words_ids": (None, lambda x, row: hf.NoBadWordsLogitsProcessor(x, row.eos or None)),
-    "min_length": (0, lambda x, row: hf.MinLengthLogitsProcessor(x, row.eos, row.device)),
-    "min_new_tokens": (
-        0,
-        lambda x, row: hf.MinNewTokensLengthLogitsProcessor(row.start, x, row.eos, row.device),
-    ),
-    "forced_bos_token_id": (
-        None,
-        lambda x, row: hf.ForcedBOSTokenLogitsProcessor(*checked_ids([x], row.vocab, "it")),
-    ),
+    "sequence_bias": (None, lambda x, r: hf.SequenceBiasLogitsProcessor(x)),
+    "encoder_repetition_penalty": (1, lambda x, r: hf.EncoderRepetitionPenaltyLogitsProcessor(x, r.prompt)),
+    "repetition_penalty": (1, lambda x, r: hf.RepetitionPenaltyLogitsProcessor(x)),
+    "no_repeat_ngram_size": (0, lambda x, r: hf.NoRepeatNGramLogitsProcessor(x)),
+    "encoder_no_repeat_ngram_size": (0, lambda x, r: hf.EncoderNoRepeatNGramLogitsProcessor(x, r.prompt)),
+    "bad_words_ids": (None, lambda x, r: hf.NoBadWordsLogitsProcessor(x, r.eos or None)),
+    "min_length": (0, lambda x, r: hf.MinLengthLogitsProcessor(x, r.eos, r.device)),
+    "min_new_tokens": (0, lambda x, r: hf.MinNewTokensLengthLogitsProcessor(r.start, x, r.eos, r.device)),
+    "forced_bos_token_id": (None, _forced_bos),
     "forced_eos_token_id": (None, _forced_eos),
-    "remove_invalid_values": (False, lambda x, row: hf.InfNanRemoveLogitsProcessor()),
-    "exponential_decay_length_penalty": (
-        None,
-        lambda x, row: hf.ExponentialDecayLengthPenalty(x, row.eos, row.start),
-    ),
-    "suppress_tokens": (None, lambda x, row: hf.SuppressTokensLogitsProcessor(x, row.device)),
+    "remove_invalid_values": (False, lambda x, r: hf.InfNanRemoveLogitsProcessor()),
+    "exponential_decay_length_penalty": (None, _decay),
+    "suppress_tokens": (None, lambda x, r: hf.SuppressTokensLogitsProcessor(x, r.device)),
     "begin_suppress_tokens": (None, _suppress_at_begin),
 }
-TOP_H: Table = {"top_h": (None, lambda x, row: BeforeTopK(hf.TopHLogitsWarper(x), row.temperature))}
+TOP_H: Table = {"top_h": (None, lambda x, r: BeforeTopK(hf.TopHLogitsWarper(x), r.params))}
 WARPERS: Table = {
-    "typical_p": (1, lambda x, row: hf.TypicalLogitsWarper(x)),
-    "epsilon_cutoff": (0, lambda x, row: hf.EpsilonLogitsWarper(x)),
-    "eta_cutoff": (0, lambda x, row: hf.EtaLogitsWarper(x, device=row.device)),
+    "typical_p": (1, lambda x, r: hf.TypicalLogitsWarper(x)),
+    "epsilon_cutoff": (0, lambda x, r: hf.EpsilonLogitsWarper(x)),
+    "eta_cutoff": (0, lambda x, r: hf.EtaLogitsWarper(x, device=r.device)),
 }
 WATERMARK: Table = {"watermarking_config": (None, _watermark)}
 NEED_EOS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # no effect without an EOS id
@@ -164,16 +159,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of a call of `generate`.
-
-    Attributes:
-        sampling: the first row's, without what depends on its prompt.
-        max_new_tokens: None if the target's `max_length` decides.
-    """
+    """The parameters of a call of `generate`."""
 
     target: Target
-    sampling: Sampling
-    max_new_tokens: int | None
+    sampling: Sampling  # the first row's, without what depends on its prompt
+    max_new_tokens: int | None  # None if the target's `max_length` decides
     eos: frozenset[int]
     stop: tuple[str, ...]
 
@@ -224,39 +214,29 @@ class SamplingParams:
         return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
 
     def request(self, i: int, prompt: list[int], limit: int | None = None, **fields: Any) -> Request:
-        """The i-th request of a batch, for at most `limit` tokens; `fields`: others of it. Raises ValueError
-        if the answer has no room."""
+        """The i-th request of a batch; `fields`: others of it. Raises ValueError if it has no room."""
         limit = self.limit(prompt) if limit is None else limit
         text = self.target.text
         return Request(prompt, self.row(i, prompt), limit, self.eos, self.stop, text, **fields)
 
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
         """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
-        config, own = self.target.generation_config, self.sampling
-        target, device = self.target, self.target.device
-        row = Row(
-            prompt=torch.tensor([list(prompt)], device=device),
-            start=len(prompt),
-            device=device,
-            limit=self.limit(prompt),
-            eos=sorted(token for token in self.eos if token < target.vocab),
-            temperature=own.temperature,
-            forces_bos=config.forced_bos_token_id is not None,
-            vocab=target.vocab,
-            stopped=self._stopped,
-        )
+        target, own = self.target, self.sampling
+        ids = torch.tensor([list(prompt)], device=target.device)
+        eos = sorted(token for token in self.eos if token < target.vocab)
+        row = Row(self, ids, len(prompt), self.limit(prompt), eos, target.device)
         config_processors = self._processors(PROCESSORS, row)
-        if config.min_new_tokens is not None:
+        if target.generation_config.min_new_tokens is not None:
             config_processors.pop("min_length", None)
         penalty = own.repetition_penalty
-        replaced = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
+        replaced = any(type(one) is hf.RepetitionPenaltyLogitsProcessor for one in own.processors)
         if next(iter(config_processors), None) == "repetition_penalty" and not replaced:
             del config_processors["repetition_penalty"]  # the sampler's own also comes first, and is faster
         elif "repetition_penalty" in config_processors:
             penalty = 1.0
         merged = _merged(list(config_processors.values()), own.processors)
-        processors: list[Processor] = [BeforeEnd(each, row) for each in merged]
-        warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
+        processors: list[Processor] = [BeforeEnd(processor, row) for processor in merged]
+        warpers: list[Processor] = [BeforeEnd(warper, row) for warper in own.warpers]
         if own.temperature:
             processors += self._processors(TOP_H, row).values()
             warpers += self._processors(WARPERS, row).values()
@@ -264,11 +244,12 @@ class SamplingParams:
         own = replace(own, row=i, repetition_penalty=penalty)
         return replace(own, processors=tuple(processors), warpers=tuple(warpers))
 
-    def _stopped(self, tokens: list[int]) -> bool:
-        if not self.stop or self.target.text is None:
+    def stopped(self, tokens: list[int]) -> bool:
+        """Whether an answer so far holds a stop string."""
+        if not self.stop or (text := self.target.text) is None:
             return False
-        text = self.target.text.decode(tokens)
-        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(tokens)
+        answer = text.decode(tokens)
+        return any(stop in answer for stop in self.stop) or not self._silent.isdisjoint(tokens)
 
     @cached_property
     def _silent(self) -> frozenset[int]:
@@ -326,8 +307,8 @@ def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
 
 def _merged(processors: list[Processor], own: Sequence[Processor]) -> list[Processor]:
     """Both lists. The caller's `own` replace those of their type, as in Hugging Face."""
-    merged = [next((one for one in own if type(one) is type(each)), each) for each in processors]
-    return [*merged, *(one for one in own if not any(one is each for each in merged))]
+    merged = [next((one for one in own if type(one) is type(other)), other) for other in processors]
+    return [*merged, *(one for one in own if not any(one is other for other in merged))]
 
 
 def _grammar(
@@ -357,9 +338,9 @@ def _eos(target: Target, own: Any) -> frozenset[int]:
 
 def _stops(target: Target, stop: Any) -> tuple[str, ...]:
     stops = () if stop is None else tuple(several(stop))
-    for each in stops:
-        if not isinstance(each, str):
-            raise ValueError(f"stop holds {each!r}, a {type(each).__name__}: give strings")
+    for string in stops:
+        if not isinstance(string, str):
+            raise ValueError(f"stop holds {string!r}, a {type(string).__name__}: give strings")
     if "" in stops:
         raise ValueError("a stop string is empty: leave it out, or give at least one character")
     check_readable(stops, "a stop string")

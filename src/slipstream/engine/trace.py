@@ -7,28 +7,24 @@ from os import PathLike
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from slipstream.core.span import Span
 from slipstream.core.target import Target
+from slipstream.core.tree import Tree
 from slipstream.engine.engine import Engine, Seconds
 from slipstream.engine.request import Request
 from slipstream.files import parsed, read_text
 from slipstream.results import Part, check_schema, heading
 
+PARTS = ("draft", "verify", "host")  # of a step's seconds
 SHARES = 10_000  # probabilities are whole numbers of these parts on a page
 
 
 class Opening(Part):
-    """What a request's first line says of it.
-
-    Attributes:
-        text: the prompt as the target reads it, without a tokenizer its ids.
-        first: what the pass of the prompt brought, as text.
-        prefill: seconds of the prompt's pass, which requests that joined together share.
-    """
+    """What a request's first line says of it."""
 
     schema_version: int = Field(alias="schema")
     command: str
@@ -39,47 +35,33 @@ class Opening(Part):
     compiled: bool
     temperature: float
     seed: int
-    text: str
-    first: str
-    prefill: float
+    text: str  # the prompt as the target reads it, without a tokenizer its ids
+    first: str  # what the pass of the prompt brought, as text
+    prefill: float  # seconds of the prompt's pass, which requests that joined together share
 
 
 class TracedStep(Part):
-    """One step of one request: its tree, what was accepted, and the target's own token behind it.
+    """One step of one request: its tree, what was accepted, and the target's own token behind it."""
 
-    Attributes:
-        row: the request's number, counted from 0 in order of the prompts.
-        round: the step's, counted from 0; `opening` is there in the first.
-        tokens, parents: of the tree's nodes; the root is its own parent, and a token of −1 is no guess.
-        texts: of the tokens.
-        p: the target's probability of each node behind its parent, at temperature 1 and without cuts.
-        q: the drafter's; None where it gives none.
-        accepted: the slots of the accepted path, the root first.
-        next, next_text, next_p: the target's own token behind the path.
-        pieces: of the tokens that stand in the answer, accepted ones and the own one: the text that each made
-            certain.
-        seconds: of the step: `draft`, `verify` and `host`. Requests of a batch share them.
-    """
-
-    row: int
-    round: int
-    tokens: list[int]
-    parents: list[int]
-    accepted: list[int]
-    next: int
-    texts: list[str]
-    p: list[float | None]
-    q: list[float | None]
+    row: int  # the request's number, counted from 0 in order of the prompts
+    round: int  # the step's, counted from 0
+    tokens: list[int]  # of the tree's nodes; −1 is no guess
+    parents: list[int]  # of the nodes; the root is its own
+    accepted: list[int]  # the slots of the accepted path, the root first
+    next: int  # the target's own token behind the path
+    texts: list[str]  # of the tokens
+    p: list[float | None]  # the target's probability of each behind its parent, at temperature 1 without cuts
+    q: list[float | None]  # the drafter's; None where it gives none
     next_text: str
     next_p: float
-    pieces: list[str]
-    seconds: dict[str, float]
-    opening: Opening | None = None
+    pieces: list[str]  # what each token that stands in the answer, accepted ones and the own, made certain
+    seconds: dict[str, float]  # by `PARTS`; requests of a batch share them
+    opening: Opening | None = None  # in the first step
 
     @model_validator(mode="after")
     def is_a_tree(self) -> "TracedStep":
         nodes = len(self.tokens)
-        if not all(len(each) == nodes for each in (self.parents, self.texts, self.p, self.q)):
+        if {len(self.parents), len(self.texts), len(self.p), len(self.q)} != {nodes}:
             raise ValueError("its nodes have not as many parents, texts, p or q")
         if not nodes or any(not 0 <= above <= max(slot - 1, 0) for slot, above in enumerate(self.parents)):
             raise ValueError("a parent does not stand before its child")
@@ -100,35 +82,31 @@ class Tracer:
         self._prefill: dict[int, float] = {}
 
     def take(self, requests: Sequence[Request]) -> None:
-        """Write what the engine's last pass brought these requests. Of a prompt's pass nothing is written
-        before its first step."""
+        """Write what the engine's last pass brought these requests; a prompt's pass, with its first step."""
         seconds, self._before = self.engine.seconds - self._before, replace(self.engine.seconds)
         if not requests[0].steps:
             self._prefill |= dict.fromkeys((request.number for request in requests), seconds.prefill)
             return
         trees = PassTrees(self.target, self.engine.span)
         for row, request in enumerate(requests):
-            steps, start = len(request.steps), len(request.tokens) - len(request.fresh)
+            pieces = request.pieces or [written(self.target, token) for token in request.tokens]
+            start, steps = len(request.tokens) - len(request.fresh), len(request.steps)
             line: dict[str, Any] = {"row": request.number, "round": steps - 1}
-            line |= trees.row(row, self._pieces(request, start), seconds)
+            line |= trees.row(row, pieces[start:], seconds)
             if steps == 1:
-                line |= {"opening": self._opening(request, start)}
+                line |= {"opening": self._opening(request, "".join(pieces[:start]))}
             self.file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def _opening(self, request: Request, tokens: int) -> dict[str, Any]:
-        text, prompt, sampling = self.target.text, request.prompt, request.sampling
+    def _opening(self, request: Request, first: str) -> dict[str, Any]:
+        text, prompt = self.target.text, request.prompt
         return {
             **self._heading,
-            "temperature": sampling.temperature,
-            "seed": sampling.seed,
+            "temperature": request.sampling.temperature,
+            "seed": request.sampling.seed,
             "text": text.decode(prompt, special=True) if text is not None else " ".join(map(str, prompt)),
-            "first": "".join(self._pieces(request, 0)[:tokens]),
+            "first": first,
             "prefill": round(self._prefill[request.number], 6),
         }
-
-    def _pieces(self, request: Request, start: int) -> list[str]:
-        """What each token from `start` on made certain, or the tokens one by one where no text is read."""
-        return request.pieces[start:] or [written(self.target, token) for token in request.tokens[start:]]
 
 
 class PassTrees:
@@ -137,7 +115,7 @@ class PassTrees:
     def __init__(self, target: Target, span: Span | None) -> None:
         assert span is not None and span.tree is not None and span.path is not None
         self.target, self._span = target, span
-        self._p, self._own, self._q = probabilities(span)
+        self._p, self._own, self._q = _probabilities(span, span.tree, span.path)
         self._tokens, self._path = span.tree.tokens.tolist(), span.path.tolist()
         self._parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
 
@@ -150,12 +128,12 @@ class PassTrees:
             "accepted": self._path[i][: int(self._span.count[i])],
             "next": own,
             "texts": [written(self.target, token) for token in tokens],
-            "p": _known(self._p[i], tokens),
-            "q": [None] * len(tokens) if self._q is None else _known(self._q[i], tokens),
+            "p": _of_guesses(self._p[i], tokens),
+            "q": [None] * len(tokens) if self._q is None else _of_guesses(self._q[i], tokens),
             "next_text": written(self.target, own),
-            "next_p": _short(self._own[i]),
+            "next_p": _short(float(self._own[i])),
             "pieces": pieces,
-            "seconds": {part: round(getattr(seconds, part), 6) for part in ("draft", "verify", "host")},
+            "seconds": {part: round(getattr(seconds, part), 6) for part in PARTS},
         }
 
 
@@ -166,34 +144,30 @@ def written(target: Target, token: int) -> str:
     return str(token) if target.text is None else target.text.decode([token], special=True)
 
 
-def probabilities(
-    span: Span,
+def _probabilities(
+    span: Span, tree: Tree, path: Int[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B N"], Float[Tensor, " B"], Float[Tensor, "B N"] | None]:
     """The target's probability of each node behind its parent and of its own last token, and the drafter's
     of each node (None: it gives none). A root, and a node that is no guess, has a number without meaning."""
-    tree, logits = span.tree, span.logits
-    assert tree is not None and logits is not None and span.path is not None
-    above = tree.parent_slots().expand_as(tree.tokens)
-    tokens = tree.tokens.clamp(min=0)
-    mass = logits.logsumexp(-1)
-    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    p = (logits[rows, above, tokens] - mass.gather(1, above)).exp()
-    end = span.last(span.path)[:, None]
-    own = (logits[rows, end, span.root[:, None]] - mass.gather(1, end)).exp()[:, 0]
+    assert span.logits is not None
+    above, tokens = tree.parent_slots().expand_as(tree.tokens), tree.tokens.clamp(min=0)
+    mass, rows = span.logits.logsumexp(-1), torch.arange(len(tokens), device=tokens.device)[:, None]
+    p = (span.logits[rows, above, tokens] - mass.gather(1, above)).exp()
+    end = span.last(path)[:, None]
+    own = (span.logits[rows, end, span.root[:, None]] - mass.gather(1, end)).exp()[:, 0]
     if tree.law is not None:
         return p, own, tree.law[rows, above, tokens]
     return p, own, None if tree.scores is None else (tree.scores - tree.scores.gather(1, above)).exp()
 
 
-def _known(values: Tensor, tokens: list[int]) -> list[float | None]:
-    """Of the nodes that are guesses; a root is none."""
+def _of_guesses(values: Tensor, tokens: list[int]) -> list[float | None]:
     pairs = enumerate(zip(values.tolist(), tokens, strict=True))
     return [_short(value) if slot and token >= 0 else None for slot, (value, token) in pairs]
 
 
-def _short(value: float | Tensor) -> float:
+def _short(value: float) -> float:
     """Four digits of a probability; 0 for NaN, as of a guess behind one that cannot be."""
-    return float(f"{min(max(0.0, float(value)), 1.0):.4g}")  # of 0 and NaN, in this order, max takes 0
+    return float(f"{min(max(0.0, value), 1.0):.4g}")  # of 0 and NaN, in this order, max takes 0
 
 
 def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[TracedStep]]:
@@ -201,8 +175,9 @@ def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[
     ValueError for any other file, by the line."""
     rows: dict[int, list[TracedStep]] = {}
     text = read_text(path, "trace") if text is None else text
-    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-    for number, line in lines:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             value = parsed(line)
             if isinstance(value, dict) and isinstance(value.get("opening"), dict):
@@ -238,7 +213,7 @@ def drawn(step: TracedStep, places: dict[str, int]) -> dict[str, Any]:
         "own_p": _share(step.next_p),
         "kind": _kind(step),
         "pieces": step.pieces,
-        "ms": [round(1000 * step.seconds[part], 2) for part in ("draft", "verify", "host")],
+        "ms": [round(1000 * step.seconds[part], 2) for part in PARTS],
     }
 
 
@@ -247,8 +222,7 @@ def _share(value: float | None) -> int | None:
 
 
 def _kind(step: TracedStep) -> str:
-    """What the target's own token is: it corrects a guess, follows guesses that were all right, or stands
-    where nothing was guessed."""
+    """Whether the target's own token corrects a guess, follows right ones, or stands where none was made."""
     end = step.accepted[-1]
     nodes = enumerate(zip(step.tokens, step.parents, strict=True))
     if any(slot and token >= 0 and above == end for slot, (token, above) in nodes):
