@@ -19,33 +19,29 @@ from pydantic import (
 from torch import Tensor
 from typing_extensions import TypeAliasType
 
-from slipstream.targets.prompts import checked_ids, message_of
+from slipstream.core.target import Target
+from slipstream.engine.sampling_params import SamplingOptions
+from slipstream.targets.prompts import check_readable, checked_ids, encode, message_of
 
 MOST_LIKELY = 20  # alternatives that may be asked for with each token
 STOPS, STOP_CHARACTERS = 16, 1024  # stop strings of a request, at most, and their characters in all
-ANY = object()
+ANY = (object(),)
+EMPTY: tuple[Any, ...] = ("", [], {}, False)
 
 # Fields that are not honoured, and the values with which they ask for nothing. `ANY`: they never change text.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": (ANY,),
     "modalities": (["text"],),
-    "prediction": (),
-    "prompt_cache_retention": (ANY,),
     "reasoning_effort": ("none",),
-    "safety_identifier": (ANY,),
-    "service_tier": (ANY,),
-    "store": (ANY,),
     "suffix": ("",),
     "tool_choice": ("auto",),
     "tools": ([],),
-    "user": (ANY,),
     "verbosity": ("medium",),
-    "web_search_options": (),
 }
+NEVER = ("metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+HARMLESS |= dict.fromkeys(NEVER, ANY)
 
 # Lists end at their first fault: a long one may hold thousands. In FastAPI they are less strict than others.
 Ids = TypeAliasType("Ids", Annotated[list[StrictInt], FailFast()])
@@ -66,6 +62,7 @@ class Strict(BaseModel):
     """A model that takes no other fields, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    harmless: ClassVar[dict[str, tuple[Any, ...]] | None] = None  # like `HARMLESS`; None of a field, too
 
     @model_validator(mode="before")
     @classmethod
@@ -74,14 +71,16 @@ class Strict(BaseModel):
         100,000, and each would be a fault."""
         if not isinstance(fields, Mapping):
             return fields
-        fields = {key: value for key, value in fields.items() if not cls._ignores(key, value)}
+        if cls.harmless is not None:
+            harmless = {key: cls.harmless.get(key, ()) for key in fields}
+            fields = {
+                key: value
+                for key, value in fields.items()
+                if value is not None and harmless[key] is not ANY and value not in harmless[key]
+            }
         known = {field.alias or name for name, field in cls.model_fields.items()}
         first = next((key for key in fields if key not in known), None)
         return {key: value for key, value in fields.items() if key == first or key in known}
-
-    @classmethod
-    def _ignores(cls, field: str, value: Any) -> bool:
-        return False
 
 
 class StreamOptions(Strict):
@@ -101,29 +100,18 @@ class TextPart(Strict):
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
-class Echoed(Strict):
-    """A part of an answer that clients send back, with fields that say nothing, or nothing new."""
-
-    known: ClassVar[tuple[str, ...]] = ()
-    empty: ClassVar[tuple[str, ...]] = ()  # fields that may stand there with nothing in them
-
-    @classmethod
-    def _ignores(cls, field: str, value: Any) -> bool:
-        return value is None or field in cls.known or (field in cls.empty and not value)
-
-
-class Called(Echoed):
+class Called(Strict):
     """The function of a call; `arguments` is JSON."""
 
-    known = ("parsed_arguments",)
+    harmless = {"parsed_arguments": ANY}
     name: str
     arguments: str
 
 
-class ToolCall(Echoed):
+class ToolCall(Strict):
     """A call that the assistant made."""
 
-    known = ("index",)
+    harmless = {"index": ANY}
     id: str
     type: Literal["function"] = "function"
     function: Called
@@ -149,11 +137,12 @@ ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
 
 
-class Message(Echoed):
+class Message(Strict):
     """One turn."""
 
-    known = ("parsed",)
-    empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+    # Clients send back all that an answer had.
+    empty: ClassVar = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+    harmless = {"parsed": ANY, **dict.fromkeys(empty, EMPTY)}
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
     name: str | None = None
@@ -235,6 +224,7 @@ class RequestBody(Strict):
         trace: each event of a stream holds the tree of its round.
     """
 
+    harmless = HARMLESS
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -254,11 +244,6 @@ class RequestBody(Strict):
     prompt_cache_key: str | None = None
     drafter: str | None = None
     trace: bool | None = None
-
-    @classmethod
-    def _ignores(cls, field: str, value: Any) -> bool:
-        harmless = HARMLESS.get(field, ())
-        return value is None or ANY in harmless or value in harmless
 
     @field_validator("stop")
     @classmethod
@@ -287,9 +272,8 @@ class RequestBody(Strict):
 
     def sampling(self) -> dict[str, Any]:
         """The other arguments of `generate`."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-        penalties = ("presence_penalty", "frequency_penalty")
-        return {name: getattr(self, name) for name in names} | {n: getattr(self, n) or 0.0 for n in penalties}
+        names = SamplingOptions.__annotations__.keys() & RequestBody.model_fields
+        return {name: getattr(self, name) for name in names}
 
 
 class Completion(RequestBody):
@@ -322,6 +306,18 @@ class Completion(RequestBody):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt
 
+    def ids(self, target: Target) -> list[list[int]]:
+        """The prompts as tokens. Raises ValueError."""
+        assert target.text is not None
+        rows = []
+        for prompt in self.prompts:
+            check_readable(prompt, "the prompt")
+            ids = target.text.ids(prompt, special=True) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token")
+            rows.append(checked_ids(ids, target.vocab))
+        return rows
+
 
 class ChatCompletion(RequestBody):
     """The body of /v1/chat/completions: messages, through the target's chat template."""
@@ -335,13 +331,9 @@ class ChatCompletion(RequestBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 
     @model_validator(mode="after")
-    def _asks_for_probabilities(self) -> "ChatCompletion":
+    def _fits(self) -> "ChatCompletion":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_limit(self) -> "ChatCompletion":
         if None not in (two := {self.max_tokens, self.max_completion_tokens}) and len(two) > 1:
             raise ValueError("max_tokens is the older name of max_completion_tokens: give one of them")
         return self
@@ -358,10 +350,8 @@ class ChatCompletion(RequestBody):
     def sizes(self) -> list[tuple[int, int]]:
         return [(sum(message.characters for message in self.messages), len(self.messages))]
 
-    @property
-    def turns(self) -> list[dict[str, Any]]:
-        """The messages as `generate` takes them."""
-        return [message.turn for message in self.messages]
+    def ids(self, target: Target) -> list[list[int]]:
+        return [encode(target, [message.turn for message in self.messages], self.offered)]
 
     @property
     def offered(self) -> list[dict[str, Any]]:

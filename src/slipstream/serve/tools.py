@@ -18,9 +18,17 @@ class Calls:
         several: an answer may call more than once; otherwise the first call counts.
     """
 
-    def __init__(self, names: Collection[str], several: bool = True) -> None:
+    def __init__(self, names: Collection[str] = (), several: bool = True) -> None:
         self._names, self._several = names, several
         self._held = ""  # from the first call on, or what may become one
+
+    def part(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        """What the answer certainly says with this piece, and at its end what it calls."""
+        if not self._names:
+            return text, []
+        text = self.push(text)
+        rest, calls = self.end() if ended else ("", [])
+        return text + rest, calls
 
     def push(self, text: str) -> str:
         """Take a piece of the answer; returns what is certainly text."""
