@@ -31,21 +31,15 @@ def current() -> str:
 
 
 def suggested(words: str) -> str:
-    """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way.
-
-    It repeats `PLUGIN`, and the options of `KEPT` that WORDS do not name. A command takes the first `TAKEN`.
-    """
+    """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way. It repeats
+    `PLUGIN`, and the options of `KEPT` that WORDS do not name, of which a command takes the first `TAKEN`."""
     verb, *own = words.split()
     names = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in own]
     options = (option for name in names for option in _given(name))
-    return " ".join([_program(), *_given(PLUGIN), words, *options])
-
-
-def _program() -> str:
-    """The program's name, or its path where a shell would not find it."""
-    program = sys.argv[0]
+    program = sys.argv[0]  # its path where a shell would not find it
     on_path = os.path.basename(program) != "slipstream" or shutil.which("slipstream")
-    return "slipstream" if on_path else shlex.quote(program)
+    program = "slipstream" if on_path else shlex.quote(program)
+    return " ".join([program, *_given(PLUGIN), words, *options])
 
 
 def _given(option: str) -> Iterator[str]:
