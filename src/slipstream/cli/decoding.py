@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     limit=3,
     max_new_tokens=64,
 )
-def demo(options: cli.Options) -> None:
+def demo(options: cli.Arguments) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner.
 
     Where passes over several rows round differently, as on a GPU, a near-tie may turn; the
@@ -57,7 +57,7 @@ CUTS, PENALTIES = "top_k top_p min_p", "repetition_penalty presence_penalty freq
     lists=cli.drafters,
     max_new_tokens=256,
 )
-def generate(options: cli.Options) -> None:
+def generate(options: cli.Arguments) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.
 
     The text is the same whatever the drafter: token for token in float32 and bfloat16

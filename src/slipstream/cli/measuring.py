@@ -73,7 +73,7 @@ def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
     f"{cli.MACHINE} plot json_path resume",
     lists=cli.drafters,
 )
-def bench(options: cli.Options) -> None:
+def bench(options: cli.Arguments) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
     prompts.
 
@@ -122,7 +122,7 @@ def bench(options: cli.Options) -> None:
     temperatures=[0.0, 1.0],
     dtype="float32",
 )
-def certify(options: cli.Options) -> None:
+def certify(options: cli.Arguments) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
 
     On a CPU in float32 and bfloat16 no token may differ, because a row of a pass has the same
@@ -166,7 +166,7 @@ def _tunable() -> str:
     "tuned_plot json_path",
     lists=_tunable,
 )
-def tune(options: cli.Options) -> None:
+def tune(options: cli.Arguments) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
 
     The best tree of each size is kept for auto, whose head this drafter may be, with what auto's
@@ -176,7 +176,7 @@ def tune(options: cli.Options) -> None:
     check_picture(plot)
     check_writable(plot, json_path, reads=cli.inputs(options.target, [drafter], options.questions))
     unused = options.pick("tuned_drafter questions prompt_count batch context")
-    if options.measure and unused != cli.Options().pick(" ".join(unused)):
+    if options.measure and unused != cli.Arguments().pick(" ".join(unused)):
         raise ValueError(
             "--measure times passes of 1 and of 4 texts behind 128, 512 and 1024 tokens, without a drafter: "
             "leave --drafter, --questions, --limit, --batch and --context out"
@@ -221,7 +221,7 @@ def tune(options: cli.Options) -> None:
     lists=cli.drafters,
     max_new_tokens=32,
 )
-def doctor(options: cli.Options) -> None:
+def doctor(options: cli.Arguments) -> None:
     """Find out why drafting is slow or guesses badly, and what to do about it.
 
     A few short answers are decoded and measured: their framing, the head's guesses as they are and with other
@@ -252,7 +252,7 @@ def doctor(options: cli.Options) -> None:
     limit=20,
     max_new_tokens=64,
 )
-def reproduce(options: cli.Options) -> None:
+def reproduce(options: cli.Arguments) -> None:
     """Measure the papers' tables and figures on your target, beside the papers' own figures.
 
     Each relation that a table shows holds, does not hold, or is undecided, by intervals over
@@ -299,7 +299,7 @@ def _pairs(words: list[str], option: str) -> dict[str, str]:
     "report certificate.json --out certificate.html",
     takes="pages page",
 )
-def report(options: cli.Options) -> None:
+def report(options: cli.Arguments) -> None:
     """Make one HTML page of runs, certificates and traces: tables, pictures, and answers round by round.
 
     The page needs no other file and no network. Several runs are compared, two at a time. Each

@@ -15,7 +15,7 @@ from slipstream.files import install
     f"max_context keep max_body max_seconds max_grammar_seconds max_grammar_memory grace {cli.MACHINE}",
     lists=cli.drafters,
 )
-def serve(options: cli.Options) -> None:
+def serve(options: cli.Arguments) -> None:
     """Answer requests of OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
 
     All texts share one engine, and each says what generate would say alone. /metrics is for

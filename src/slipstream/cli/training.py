@@ -30,7 +30,7 @@ def _trainable() -> str:
     takes="method overrides data run_home target recipe resume_run force_run preview dtype device",
     lists=_trainable,
 )
-def train(options: cli.Options) -> None:
+def train(options: cli.Arguments) -> None:
     """Train a drafter for a target.
 
     The directory holds, at any time, the best drafter so far and the last checkpoint.
@@ -86,7 +86,7 @@ def train(options: cli.Options) -> None:
     "written_at_once own_seed dtype device",
     max_new_tokens=512,
 )
-def synthesize(options: cli.Options) -> None:
+def synthesize(options: cli.Arguments) -> None:
     """Training data from nothing: the target writes prompts, from its own chat template, and answers them.
 
     Without a chat template it begins raw texts and goes on with them.
@@ -109,7 +109,7 @@ def synthesize(options: cli.Options) -> None:
     "written_at_once own_seed dtype device",
     max_new_tokens=512,
 )
-def regenerate(options: cli.Options) -> None:
+def regenerate(options: cli.Arguments) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
     check_writable(options.answers, reads=cli.inputs(options.target, files=[options.prompt_file]))
     from slipstream.training.synthesize import conversations, regenerate as run
@@ -122,7 +122,7 @@ def regenerate(options: cli.Options) -> None:
     _written(answers)
 
 
-def _writing(options: cli.Options) -> dict[str, Any]:
+def _writing(options: cli.Arguments) -> dict[str, Any]:
     """How answers are written."""
     settings = options.pick("max_new_tokens") | {"batch": options.written_at_once, "seed": options.own_seed}
     return settings | {"writer": options.server, "temperatures": options.answer_temperatures}
@@ -133,7 +133,7 @@ def _writing(options: cli.Options) -> dict[str, Any]:
     "data own.jsonl code.jsonl.gz --exclude gsm8k.jsonl --exclude mt_bench.jsonl --out train.jsonl",
     takes="files exclude filtered target json_path",
 )
-def data(options: cli.Options) -> None:
+def data(options: cli.Arguments) -> None:
     """What training data holds; with --out, a file without its loops, near copies and excluded rows."""
     files, exclude, path = options.files, options.exclude, options.filtered
     check_writable(path, options.json_path, reads=cli.inputs(options.target, files=[*files, *exclude]))
@@ -150,7 +150,7 @@ def data(options: cli.Options) -> None:
     takes="checkpoint drafter_home target tree force dtype",
     dtype="bfloat16",
 )
-def import_(options: cli.Options) -> None:
+def import_(options: cli.Arguments) -> None:
     """Make a drafter directory of a public checkpoint."""
     source, home, force = options.checkpoint, options.drafter_home, options.force
     check_claim(written_to(home), ("import",), force, [source, *cli.inputs(options.target)])
@@ -168,7 +168,7 @@ def import_(options: cli.Options) -> None:
     takes="head checkpoint_home target layout force dtype",
     dtype="bfloat16",
 )
-def export(options: cli.Options) -> None:
+def export(options: cli.Arguments) -> None:
     """Write a drafter in a public layout, for vLLM or SGLang: --layout says which."""
     drafter, home, force = options.head, options.checkpoint_home, options.force
     check_claim(written_to(home), ("export",), force, cli.inputs(options.target, [drafter]))
@@ -184,7 +184,7 @@ def export(options: cli.Options) -> None:
     limit=20,
     dtype="float32",
 )
-def parity(options: cli.Options) -> None:
+def parity(options: cli.Arguments) -> None:
     """Serve the target with an exported head in vLLM: does it accept the same drafts, and say the same?
 
     Exit code 1 if not; the first tensor that differs is named.

@@ -42,25 +42,15 @@ LITTLE, LARGE = GrammarLimits(seconds=0.25, memory=16), 2  # of most grammars; o
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes.
+    """What a server takes."""
 
-    Attributes:
-        rows: texts under way at once.
-        queue: texts that may wait for a row.
-        context: tokens of prompt and answer together; None: the target's window, 4096 at most.
-        keep: tokens of ended texts whose caches are kept, for prompts that begin as they did.
-        body: bytes of a request.
-        seconds: a request may take, its reader included.
-        grammar: what reading a grammar may take.
-    """
-
-    rows: int = 16
-    queue: int = 64
-    context: int | None = None
-    keep: int = 8192
-    body: int = 2**20
-    seconds: float = 600.0
-    grammar: GrammarLimits = field(default_factory=GrammarLimits)
+    rows: int = 16  # texts under way at once
+    queue: int = 64  # texts that may wait for a row
+    context: int | None = None  # tokens of prompt and answer; None: the target's window, 4096 at most
+    keep: int = 8192  # tokens of ended texts whose caches are kept, for prompts that begin as they did
+    body: int = 2**20  # bytes of a request
+    seconds: float = 600.0  # a request may take, its reader included
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)  # what reading a grammar may take
 
     def tokens(self, target: Target) -> int:
         """Of prompt and answer, at most. Raises ValueError for more than the target's window."""
@@ -251,7 +241,7 @@ class Server:
     def _texts(self, body: Body, seed: int, reply: Reply, grammar: Grammar | None) -> list[TextRequest]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
         rows = [prompt for prompt in body.ids(self.target) for _ in range(body.n or 1)]
-        config, tokens = self.target.generation_config, body.tokens
+        config, tokens = self.target.generation_config, body.max_tokens
         if tokens is None and not isinstance(body, ChatCompletion):
             tokens = COMPLETION_TOKENS
         elif tokens is None and config.max_new_tokens is None and config.max_length is None:
@@ -262,7 +252,7 @@ class Server:
         fields: Any = {"streams": True, "plain": body.drafter == PLAIN, "tell": reply.hear}
         fields |= {"most_likely": body.most_likely, "traced": bool(body.trace)}
         return [
-            params.request(i, prompt, self._limit(params, prompt, body.tokens), **fields)
+            params.request(i, prompt, self._limit(params, prompt, body.max_tokens), **fields)
             for i, prompt in enumerate(rows)
         ]
 

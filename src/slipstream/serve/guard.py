@@ -25,23 +25,14 @@ QUIET = ("/health", "/ready", "/metrics")  # what machines ask every few seconds
 
 @dataclass
 class Guard:
-    """Passes requests on to an application.
-
-    Attributes:
-        hosts: names, beside the loopback's, by which it may be asked, and whose pages may ask; None: any.
-        keys: of which requests under /v1 must give one as a bearer token; the scope then holds it as
-            `API_KEY`. None are needed where there are none.
-        body: bytes of a request, at most.
-        seconds: in which a body must have come.
-        log: takes a line of JSON for each request, which holds nothing of what was asked or said.
-    """
+    """Passes requests on to an application."""
 
     app: ASGIApp
-    hosts: Collection[str] | None
-    keys: Collection[str]
-    body: int
-    seconds: float
-    log: Callable[[str], Any] | None
+    hosts: Collection[str] | None  # who may be asked, and ask, beside the loopback's names; None: any
+    keys: Collection[str]  # of which requests under /v1 must give one as a bearer token, if there are any
+    body: int  # bytes of a request, at most
+    seconds: float  # in which a body must have come
+    log: Callable[[str], Any] | None  # takes a line of JSON for each request, without what was asked or said
     metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

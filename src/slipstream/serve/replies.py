@@ -23,6 +23,7 @@ from slipstream.serve.worker import Likely, Update, Worker, cached_tokens
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 GONE, LATE = "the client left", "it took too long"  # why a request ended early
+Object = dict[str, Any]
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -63,7 +64,7 @@ class Form:
     key: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time()))
 
-    def response(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def response(self, kind: str, choices: list[Object], **more: Any) -> Object:
         """A response, or an event of a stream; `kind`: as a chat's is called."""
         return {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.key}",
@@ -80,15 +81,15 @@ class Form:
         self,
         index: int,
         text: str,
-        likely: dict[str, Any] | None,
+        likely: Any,
         finish: str | None,
         whole: bool,
-        calls: Sequence[dict[str, Any]] = (),
-    ) -> dict[str, Any]:
+        calls: Sequence[Object] = (),
+    ) -> Object:
         """A text, or a piece of it, and the tools that it calls."""
         numbered = [*calls] if whole else [{"index": i, **call} for i, call in enumerate(calls)]
         called = {"tool_calls": numbered} if calls else {}
-        content: dict[str, Any] = {"text": text}
+        content: Object = {"text": text}
         if self.chat and whole:
             content = {"message": {"role": "assistant", "content": text or None if calls else text} | called}
         elif self.chat:
@@ -97,7 +98,7 @@ class Form:
         reason = "tool_calls" if calls and reason else reason
         return {"index": index} | content | {"logprobs": likely, "finish_reason": reason}
 
-    def likely(self, tokens: Sequence[Likely], place: "Place") -> dict[str, Any]:
+    def likely(self, tokens: Sequence[Likely], place: "Place") -> Object:
         """Log-probabilities of tokens; `place`: where they begin in the answer, which moves behind them."""
         if self.chat:
             tops = [{"top_logprobs": [self._entry(*other) for other in it.top]} for it in tokens]
@@ -111,7 +112,7 @@ class Form:
             "text_offset": [place.behind(self._bytes(it.token)) for it in tokens],
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> Object:
         """A token alone. One that is a part of a character has bytes and no text of its own."""
         text, known = self.text.decode([token], special=True), self.text.bytes_of(token)
         return {"token": text, "logprob": logprob, "bytes": None if known is None else [*known]}
@@ -227,7 +228,7 @@ class Reply(Response):
             yield [(numbers[id(update.request)], update) for update in unread]
 
     @property
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Object:
         """Tokens, and what guessing brought."""
         # Choices share a prompt; the first of them is what others may have read before.
         firsts = {id(request.prompt): request for request in reversed(self.requests)}.values()
@@ -244,7 +245,7 @@ class Reply(Response):
             "accepted_tokens": sum(step.accepted for step in steps),
         }
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self) -> Object:
         """What a log says of a request."""
         began = [request.began - request.arrived for request in self.requests if request.began]
         queued = max(began) if began else perf_counter() - self.requests[0].arrived
@@ -284,12 +285,10 @@ class Events(Reply):
             await self._write(send, [self._event([], usage=self._usage)])
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    def _events(
-        self, i: int, update: Update, readers: dict[int, tuple[Place, Calls]]
-    ) -> Iterator[dict[str, Any]]:
+    def _events(self, i: int, update: Update, readers: dict[int, tuple[Place, Calls]]) -> Iterator[Object]:
         """Of the i-th text: its role first, and then what it says."""
         form = self.form
-        more: dict[str, Any] = {"usage": None} if form.usage else {}
+        more: Object = {"usage": None} if form.usage else {}
         if i not in readers:
             readers[i] = Place(), form.calls()
             if form.chat:
@@ -305,10 +304,10 @@ class Events(Reply):
             likely = None if update.request.most_likely is None else form.likely(update.likely, place)
             yield self._event([form.choice(i, text, likely, update.finish, False, calls)], **more)
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def _event(self, choices: list[Object], **more: Any) -> Object:
         return self.form.response("chat.completion.chunk", choices, **more)
 
-    async def _write(self, send: Send, events: list[dict[str, Any]]) -> None:
+    async def _write(self, send: Send, events: list[Object]) -> None:
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": EVENTS})

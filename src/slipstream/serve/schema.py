@@ -216,13 +216,7 @@ class ResponseFormat(Strict):
 
 
 class RequestBody(Strict):
-    """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
-
-    Attributes:
-        prompt_cache_key: requests of the same key alone share what is kept of prompts and answers.
-        drafter: "vanilla" decodes this request plainly. The text is the same, but for proposal=sampled.
-        trace: each event of a stream holds the tree of its round.
-    """
+    """What both kinds of requests may hold. What is not given comes from the target, as in `generate`."""
 
     harmless = HARMLESS
     model: str
@@ -241,9 +235,9 @@ class RequestBody(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    prompt_cache_key: str | None = None
-    drafter: str | None = None
-    trace: bool | None = None
+    prompt_cache_key: str | None = None  # requests of one key share what is kept of prompts and answers
+    drafter: str | None = None  # "vanilla" decodes plainly: the same text, but for proposal=sampled
+    trace: bool | None = None  # each event of a stream holds the tree of its round
 
     @field_validator("stop")
     @classmethod
@@ -259,11 +253,6 @@ class RequestBody(Strict):
             if getattr(self, name) and not self.stream:
                 raise ValueError(f"{name} needs stream to be true")
         return self
-
-    @property
-    def tokens(self) -> int | None:
-        """The most tokens that an answer may have."""
-        return self.max_tokens
 
     @property
     def bounds(self) -> dict[str, Any]:
@@ -336,11 +325,8 @@ class ChatCompletion(RequestBody):
             raise ValueError("top_logprobs needs logprobs to be true")
         if None not in (two := {self.max_tokens, self.max_completion_tokens}) and len(two) > 1:
             raise ValueError("max_tokens is the older name of max_completion_tokens: give one of them")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
-
-    @property
-    def tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def most_likely(self) -> int | None:

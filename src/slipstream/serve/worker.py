@@ -163,23 +163,21 @@ class Worker:
 
     def _pass(self) -> None:
         """One pass of the engine, and its updates."""
+        engine = self.engine
         with self._changed:
-            self.engine.add(*self._inbox)
-            self.engine.cancel(*self._gone)
+            engine.add(*self._inbox)
+            engine.cancel(*self._gone)
             self._inbox, self._gone = [], []
-        before = replace(self.engine.seconds)
+        before = replace(engine.seconds)
         try:
-            requests = self.engine.step()
+            rows = enumerate(engine.step())
+            trees, seconds = cache(partial(PassTrees, engine.target, engine.span)), engine.seconds - before
+            updates = [self._update(row, it, trees, seconds) for row, it in rows if not it.cancelled]
         except Exception as error:
             updates = self._failed(error)
-        else:
-            seconds = self.engine.seconds - before
-            trees = cache(partial(PassTrees, self.engine.target, self.engine.span))
-            rows = enumerate(requests)
-            updates = [self._update(row, it, trees, seconds) for row, it in rows if not it.cancelled]
         if updates:
             self.post(updates)
-            self.engine.free()
+            engine.free()
 
     def _update(self, row: int, request: Request, trees: Callable[[], PassTrees], seconds: Seconds) -> Update:
         """What a pass brought a request, in this row. A failure is its own alone."""
