@@ -244,7 +244,7 @@ def replacing(path: str) -> Iterator[TextIO]:
 @contextmanager
 def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
     """Lock a file or a directory in this context. A process that dies lets go of it. Raises ValueError where
-    another process, which is named, holds it, unless told to `wait` for it, or where it cannot be locked."""
+    it cannot be locked, or, unless told to `wait`, where another process holds it, which is named."""
     place = Path(os.path.realpath(path))
     name = place.name
     if len(name.encode(errors="replace")) > 200:  # file systems allow 255 bytes

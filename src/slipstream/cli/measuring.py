@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from os.path import exists
 from pkgutil import resolve_name
 from typing import Any
@@ -48,11 +50,9 @@ def reported(
 def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
     """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
     a result of none of these kinds, each of which is "module:Class"."""
-    if not resume:
-        return None
-    if json_path is None or json_path in STANDARD:
+    if resume and (json_path is None or json_path in STANDARD):
         raise ValueError("--resume goes on with the run in --json: give --json FILE")
-    if not exists(json_path):
+    if not resume or not exists(str(json_path)):
         return None
     errors = []
     for kind in kinds:
@@ -80,8 +80,12 @@ def bench(options: cli.Arguments) -> None:
     Several targets, temperatures or numbers of texts make one run each, and one file in all.
     """
     drafters = [cli.with_model(drafter, options.draft_model) for drafter in options.drafters]
-    plot, json_path = options.plot, options.json_path
-    batches, temperatures = options.batches, options.temperatures
+    plot, json_path, batches, temperatures = (
+        options.plot,
+        options.json_path,
+        options.batches,
+        options.temperatures,
+    )
     check_picture(plot)
     check_writable(plot, json_path, reads=cli.inputs(options.targets, drafters, options.questions))
     questions = load_questions(options.questions, options.limit)
@@ -97,11 +101,11 @@ def bench(options: cli.Arguments) -> None:
     total *= len(temperatures) * len(options.targets)
 
     def show(report: Any) -> None:
-        cli.deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
+        cli.deliver(report, json_path, plot, partial(draw_sweep if several else draw_run, report))
 
     with reported(json_path, show) as keep, cli.progress_bar(total) as progress:
-        settings = options.pick("max_new_tokens seed")
-        settings |= {"begun": begun, "progress": progress, "keep": keep}
+        settings: dict[str, Any] = {"begun": begun, "progress": progress, "keep": keep}
+        settings |= options.pick("max_new_tokens seed")
         targets = (cli.load(name, **options.pick(cli.MACHINE)) for name in options.targets)
         if several:
             settings |= {"temperatures": temperatures, "batches": batches}
@@ -150,11 +154,6 @@ def certify(options: cli.Arguments) -> None:
         raise typer.Exit(1)
 
 
-def _tunable() -> str:
-    methods = (method for method in named() if method.tunes)
-    return cli.listed("[bold]Drafters that grow trees[/bold]", methods, cli.DIRECTORY)
-
-
 @cli.command(
     "tune",
     "tune --batch 4 --context 1024",
@@ -164,7 +163,9 @@ def _tunable() -> str:
     "tune --measure --plot costs.svg",
     takes=f"target tuned_drafter questions prompt_count batch context measure {cli.MACHINE} "
     "tuned_plot json_path",
-    lists=_tunable,
+    lists=lambda: cli.listed(
+        "[bold]Drafters that grow trees[/bold]", filter(attrgetter("tunes"), named()), cli.DIRECTORY
+    ),
 )
 def tune(options: cli.Arguments) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
@@ -228,17 +229,15 @@ def doctor(options: cli.Arguments) -> None:
     states and positions, and what passes cost here. It takes about a minute. Exit code 1 if a fault was
     found.
     """
-    drafter, json_path = options.drafter, options.json_path
-    check_writable(json_path, reads=cli.inputs(options.target, [drafter], options.questions))
+    check_writable(options.json_path, reads=cli.inputs(options.target, [options.drafter], options.questions))
     questions = load_questions(options.questions)
     from slipstream.measure.doctor.doctor import STEPS, doctor as run
 
-    settings: Any = options.pick("temperature max_new_tokens")
+    settings = options.pick("temperature max_new_tokens") | {"limit": options.prompt_count}
     settings |= {"batch": options.answers_at_once, "context": options.own_context}
     with cli.progress_bar(STEPS) as progress:
-        target = options.load()
-        report = run(target, drafter, questions, **settings, limit=options.prompt_count, progress=progress)
-    cli.deliver(report, json_path)
+        report = run(options.load(), options.drafter, questions, **settings, progress=progress)
+    cli.deliver(report, options.json_path)
     if report.found:
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,13 @@ if TYPE_CHECKING:
     from slipstream.training.synthesize import Answers
 
 
-def _trainable() -> str:
-    return cli.listed("[bold]Methods[/bold]", (method for method in METHODS.values() if method.objective))
-
-
 @cli.command(
     "train eagle --data answers.jsonl --out runs/eagle",
     "train eagle --data answers.jsonl --preview",
     "train eagle --recipe recipes/equal_data.yaml --data answers.jsonl --out runs/eagle optimizer.lr=5e-4",
     "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
     takes="method overrides data run_home target recipe resume_run force_run preview dtype device",
-    lists=_trainable,
+    lists=lambda: cli.listed("[bold]Methods[/bold]", filter(attrgetter("objective"), METHODS.values())),
 )
 def train(options: cli.Arguments) -> None:
     """Train a drafter for a target.
@@ -73,9 +70,8 @@ def train(options: cli.Arguments) -> None:
         raise
     if PartialState().is_main_process:
         cli.out.print(result)
-        _next_of(directory)
-        if METHODS[result.method].layouts:
-            _next(f"export {shlex.quote(directory)} --out {shlex.quote(directory.rstrip('/'))}-public")
+        export = f"export {shlex.quote(directory)} --out {shlex.quote(directory.rstrip('/'))}-public"
+        _next_of(directory, *([export] if METHODS[result.method].layouts else []))
 
 
 @cli.command(
@@ -152,13 +148,12 @@ def data(options: cli.Arguments) -> None:
 )
 def import_(options: cli.Arguments) -> None:
     """Make a drafter directory of a public checkpoint."""
-    source, home, force = options.checkpoint, options.drafter_home, options.force
-    check_claim(written_to(home), ("import",), force, [source, *cli.inputs(options.target)])
+    source, home, settings = options.checkpoint, options.drafter_home, options.pick("tree force")
+    check_claim(written_to(home), ("import",), options.force, [source, *cli.inputs(options.target)])
     checkpoint_file(Path(name_of(source, "a checkpoint")).expanduser())
     from slipstream.interop.public import import_checkpoint
 
-    conversion = import_checkpoint(options.load(), source, home, tree=options.tree, force=force)
-    cli.out.print(conversion, soft_wrap=True)
+    cli.out.print(import_checkpoint(options.load(), source, home, **settings), soft_wrap=True)
     _next_of(home)
 
 
@@ -170,12 +165,11 @@ def import_(options: cli.Arguments) -> None:
 )
 def export(options: cli.Arguments) -> None:
     """Write a drafter in a public layout, for vLLM or SGLang: --layout says which."""
-    drafter, home, force = options.head, options.checkpoint_home, options.force
-    check_claim(written_to(home), ("export",), force, cli.inputs(options.target, [drafter]))
+    home, settings = options.checkpoint_home, options.pick("layout force")
+    check_claim(written_to(home), ("export",), options.force, cli.inputs(options.target, [options.head]))
     from slipstream.interop.public import export as run
 
-    conversion = run(options.load(), drafter, home, layout=options.layout, force=force)
-    cli.out.print(conversion, soft_wrap=True)
+    cli.out.print(run(options.load(), options.head, home, **settings), soft_wrap=True)
 
 
 @cli.command(
@@ -189,31 +183,25 @@ def parity(options: cli.Arguments) -> None:
 
     Exit code 1 if not; the first tensor that differs is named.
     """
-    drafter, json_path = options.head, options.json_path
-    check_writable(json_path, reads=cli.inputs(options.target, [drafter], options.questions))
+    check_writable(options.json_path, reads=cli.inputs(options.target, [options.head], options.questions))
     check_interpreter(options.python)
     questions = load_questions(options.questions, options.limit)
     from slipstream.interop.parity import parity as run
     from slipstream.targets.prompts import encode
 
-    target = options.load()
+    target, settings = options.load(), options.pick("python max_new_tokens draft_tokens")
     prompts = [encode(target, question.turns[0]) for question in questions]
     with cli.progress_bar(len(prompts) + 2) as progress:
-        how = (options.python, options.max_new_tokens, options.draft_tokens, progress)
-        report = run(target, drafter, prompts, *how)
-    cli.deliver(report, json_path)
+        report = run(target, options.head, prompts, **settings, progress=progress)
+    cli.deliver(report, options.json_path)
     if not report.agrees:
         raise typer.Exit(1)
 
 
-def _next_of(drafter: str) -> None:
+def _next_of(drafter: str, *others: str) -> None:
     """Print what comes after a drafter is made."""
-    for verb in ("bench", "tune"):
-        _next(f"{verb} --drafter {shlex.quote(drafter)}")
-
-
-def _next(words: str) -> None:
-    cli.out.print(f"next: {suggested(words)}", soft_wrap=True)
+    for words in (*(f"{verb} --drafter {shlex.quote(drafter)}" for verb in ("bench", "tune")), *others):
+        cli.out.print(f"next: {suggested(words)}", soft_wrap=True)
 
 
 def _written(answers: "Answers") -> None:

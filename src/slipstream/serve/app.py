@@ -223,8 +223,8 @@ class Server:
             reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         if fault is None:
             return await reading
-        request.scope["slipstream"]["ended"] = fault
         if fault == GONE:
+            request.scope["slipstream"]["ended"] = fault
             raise Refused(fault, 499)
         raise timed_out(f"the grammar could not be read in {limit:g} s, this server's limit")
 
@@ -251,10 +251,8 @@ class Server:
         params = SamplingParams.of(self.target, tokens, processors=bias, grammar=grammar, **own)
         fields: Any = {"streams": True, "plain": body.drafter == PLAIN, "tell": reply.hear}
         fields |= {"most_likely": body.most_likely, "traced": bool(body.trace)}
-        return [
-            params.request(i, prompt, self._limit(params, prompt, body.max_tokens), **fields)
-            for i, prompt in enumerate(rows)
-        ]
+        limits = [self._limit(params, prompt, body.max_tokens) for prompt in rows]
+        return [params.request(i, *row, **fields) for i, row in enumerate(zip(rows, limits, strict=True))]
 
     def _limit(self, params: SamplingParams, prompt: list[int], wanted: int | None) -> int:
         """The most tokens that an answer may have. Raises Refused if the context is too short."""

@@ -78,13 +78,7 @@ class Form:
         }
 
     def choice(
-        self,
-        index: int,
-        text: str,
-        likely: Any,
-        finish: str | None,
-        whole: bool,
-        calls: Sequence[Object] = (),
+        self, index: int, text: str, likely: Any, finish: str | None, whole: bool, calls: Sequence[Any] = ()
     ) -> Object:
         """A text, or a piece of it, and the tools that it calls."""
         numbered = [*calls] if whole else [{"index": i, **call} for i, call in enumerate(calls)]
