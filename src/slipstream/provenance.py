@@ -23,11 +23,7 @@ KEPT = ("--target", "--dtype", "--device", FLAG, "--quantize")  # the model, and
 TAKEN = {"import": 2, "export": 2, "parity": 2, "train": 3, "synthesize": 3, "regenerate": 3}
 TAKEN |= {"data": 1, "fetch": 0, "report": 0, "cache": 0}
 _command: ContextVar[str] = ContextVar("command", default="")
-
-
-def current() -> str:
-    """The command under way; empty where there is none."""
-    return _command.get()
+current = _command.get  # the command under way; empty where there is none
 
 
 def suggested(words: str) -> str:

@@ -47,7 +47,6 @@ ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
     "chat --target ./my-model --compile",
     "chat --drafter eagle --temperature 0.7",
     takes=f"target drafter draft_model system max_new_tokens own_temperature seed {cli.MACHINE}",
-    lists=cli.drafters,
     max_new_tokens=512,
 )
 def chat(options: cli.Arguments) -> None:

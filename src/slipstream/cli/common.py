@@ -317,14 +317,16 @@ def command(
 
     Args:
         examples: lines of its help, without `slipstream`.
-        lists: returns what else its help ends in; it is asked when help is shown.
+        lists: returns what else its help ends in, when it is shown; the drafters where the command takes any.
         defaults: of options whose default is not the table's.
     """
+    names = takes.split()
+    ends = lists or (drafters if {"drafter", "drafters"} & {*names} else None)
 
     class Listing(TyperCommand):
         def format_help(self, *args: Any) -> None:
             lines = ["[bold]Examples[/bold]", *(f"slipstream {line}" for line in examples)]
-            self.epilog = "\n".join([*([lists(), ""] if lists else []), *lines])
+            self.epilog = "\n".join([*([ends(), ""] if ends else []), *lines])
             super().format_help(*args)
 
     def register(function: Command) -> Command:
@@ -335,7 +337,7 @@ def command(
         table = vars(Arguments) | defaults
         parameters = [
             Parameter(name, Parameter.KEYWORD_ONLY, annotation=TYPES[name], default=table.get(name, REQUIRED))
-            for name in takes.split()
+            for name in names
         ]
         call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where typer reads them
         app.command(function.__name__.strip("_"), cls=Listing)(call)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     "demo --limit 8 --temperature 1",
     "demo --target ./my-model --dtype float32",
     takes=f"target drafter questions limit max_new_tokens temperature seed {cli.MACHINE}",
-    lists=cli.drafters,
     limit=3,
     max_new_tokens=64,
 )
@@ -54,7 +53,6 @@ CUTS, PENALTIES = "top_k top_p min_p", "repetition_penalty presence_penalty freq
     "generate - --drafter ngram --json answer.json < long_prompt.txt",
     takes=f"prompt target drafter draft_model max_new_tokens own_temperature {CUTS} {PENALTIES} seed stop "
     f"json_schema regex grammar choice law {cli.MACHINE} explain trace json_path",
-    lists=cli.drafters,
     max_new_tokens=256,
 )
 def generate(options: cli.Arguments) -> None:

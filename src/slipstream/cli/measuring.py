@@ -71,7 +71,6 @@ def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
     "bench --drafter ngram --temperature 0 --temperature 1 --batch 1 --batch 4 --json out.json",
     takes="targets drafters draft_model questions limit max_new_tokens temperatures batches seed "
     f"{cli.MACHINE} plot json_path resume",
-    lists=cli.drafters,
 )
 def bench(options: cli.Arguments) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
@@ -121,7 +120,6 @@ def bench(options: cli.Arguments) -> None:
     "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
     takes="target drafters questions limit max_new_tokens temperatures draws seed "
     f"{cli.MACHINE} json_path resume",
-    lists=cli.drafters,
     limit=20,
     temperatures=[0.0, 1.0],
     dtype="float32",
@@ -219,7 +217,6 @@ def tune(options: cli.Arguments) -> None:
     "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
     takes="target drafter questions prompt_count max_new_tokens temperature answers_at_once own_context "
     f"{cli.MACHINE} json_path",
-    lists=cli.drafters,
     max_new_tokens=32,
 )
 def doctor(options: cli.Arguments) -> None:

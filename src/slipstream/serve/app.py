@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -145,7 +146,8 @@ class Server:
 
     async def figures(self) -> Response:
         """Figures for Prometheus."""
-        return Response(self.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+        text = generate_latest(self.metrics.registry)
+        return Response(text, media_type="text/plain; version=1.0.0; charset=utf-8")
 
     async def models(self) -> dict[str, Any]:
         """The models that are served: one."""

@@ -1,6 +1,6 @@
 """Figures for Prometheus, under vLLM's names where it has them, with a prefix of our own."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from slipstream.serve.worker import Update, Worker, cached_tokens
 
@@ -29,7 +29,7 @@ class Metrics:
         self.responses = self._counter("http_responses", "responses, by status", "status")
         self.queued = self._histogram("request_queue_time_seconds", "from arrival to the prompt's pass", LONG)
         self.first = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LONG)
-        self.each = self._histogram("time_per_output_token_seconds", "of each token after the first", SHORT)
+        self.later = self._histogram("time_per_output_token_seconds", "of each token after the first", SHORT)
         self.whole = self._histogram("e2e_request_latency_seconds", "from arrival to the last token", LONG)
         self._passes = self._kept = 0
         self.typical_seconds = 1.0  # of an answer, lately
@@ -50,15 +50,11 @@ class Metrics:
             self._passes += 1
             self._kept += update.step.kept
             for _ in range(update.tokens):
-                self.each.observe((update.at - since) / update.tokens)
+                self.later.observe((update.at - since) / update.tokens)
         if update.finish is not None:
             self.finished.labels(update.finish).inc()
             self.whole.observe(update.at - request.arrived)
             self.typical_seconds += 0.1 * (update.at - request.arrived - self.typical_seconds)
-
-    def text(self) -> bytes:
-        """All figures, as Prometheus reads them."""
-        return generate_latest(self.registry)
 
     def _tau(self) -> float:
         return self._kept / self._passes if self._passes else 1.0

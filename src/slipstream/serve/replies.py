@@ -224,7 +224,7 @@ class Reply(Response):
     @property
     def _usage(self) -> Object:
         """Tokens, and what guessing brought."""
-        # Choices share a prompt; the first of them is what others may have read before.
+        # The choices of a prompt share it, and what the first of them found in the cache counts.
         firsts = {id(request.prompt): request for request in reversed(self.requests)}.values()
         prompt = sum(len(request.prompt) for request in firsts)
         answers = sum(len(request.tokens) for request in self.requests)
