@@ -166,7 +166,6 @@ Limit = Annotated[int | None, on_questions("questions of each file, evenly over 
 MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]
 Temperature = Annotated[float, on_sampling("0 is greedy", "T", min=0)]
 JsonPath = Annotated[str | None, on_results(JSON, "FILE", "--json")]
-Penalty = Annotated[float, on_sampling("counts the answer", "X")]
 
 
 class Arguments(SimpleNamespace):
@@ -205,8 +204,8 @@ class Arguments(SimpleNamespace):
     top_p: Annotated[float | None, on_sampling("keep the likeliest tokens with this mass", "P")] = None
     min_p: Annotated[float | None, on_sampling(LIKELY, "P")] = None
     repetition_penalty: Annotated[float | None, on_sampling("counts prompt and answer", "X")] = None
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
+    presence_penalty: Annotated[float, on_sampling("counts the answer", "X")] = 0.0
+    frequency_penalty: Annotated[float, on_sampling("counts the answer", "X")] = 0.0
     seed: Annotated[int, on_sampling(SAME, "N", min=0, callback=in_64_bits)] = 0
     stop: Annotated[list[str], on_sampling("ends the answer; repeatable", "TEXT")] = []
     json_schema: Annotated[str | None, on_sampling(SCHEMA, "FILE")] = None

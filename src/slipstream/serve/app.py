@@ -212,9 +212,10 @@ class Server:
     async def _grammar(self, body: Body, request: Request) -> Grammar | None:
         """The grammar that is asked for, if one is, read while the client waits and others are answered.
         Raises ValueError; Refused if the client leaves, or after the time that a request may take."""
-        if not body.bounds:
+        bounds = {} if body.response_format is None else body.response_format.bounds
+        if not bounds:
             return None
-        ((kind, source),) = body.bounds.items()
+        ((kind, source),) = bounds.items()
         gone, eos, limit = threading.Event(), SamplingParams.of(self.target).eos, self.limits.seconds
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(self._grammars, self._read_grammar, kind, source, eos, gone)

@@ -164,11 +164,6 @@ class Message(Strict):
         return self
 
     @property
-    def characters(self) -> int:
-        content = self.content or ""
-        return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-
-    @property
     def turn(self) -> dict[str, Any]:
         """As a chat template takes it: arguments as values, and content that may be empty."""
         message = {"content": "", **self.model_dump(exclude_none=True)}
@@ -207,7 +202,7 @@ class ResponseFormat(Strict):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
+        """The argument of `generate` that says the same, if there is one."""
         if self.type == "json_object":
             return {"json_schema": {"type": "object"}}
         if self.json_schema is not None:
@@ -254,13 +249,8 @@ class RequestBody(Strict):
                 raise ValueError(f"{name} needs stream to be true")
         return self
 
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The argument of `generate` that says what an answer may be, if there is one."""
-        return {} if self.response_format is None else self.response_format.bounds
-
     def sampling(self) -> dict[str, Any]:
-        """The other arguments of `generate`."""
+        """Arguments of `generate`."""
         names = SamplingOptions.__annotations__.keys() & RequestBody.model_fields
         return {name: getattr(self, name) for name in names}
 
@@ -334,7 +324,9 @@ class ChatCompletion(RequestBody):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        return [(sum(message.characters for message in self.messages), len(self.messages))]
+        contents = [message.content or "" for message in self.messages]
+        texts = [text if isinstance(text, str) else "".join(part.text for part in text) for text in contents]
+        return [(sum(map(len, texts)), len(texts))]
 
     def ids(self, target: Target) -> list[list[int]]:
         return [encode(target, [message.turn for message in self.messages], self.offered)]
