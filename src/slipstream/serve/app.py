@@ -197,10 +197,10 @@ class Server:
         except ValueError as error:
             raise Refused(str(error)) from error
         except Ended as error:
-            raise Refused(str(error), 503, "server_error") from error
+            raise Refused(str(error), 503) from error
         except Busy as error:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
-            raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
+            raise Refused(str(error), 429, Retry_After=wait) from error
         if isinstance(body, ChatCompletion):
             names = {tool["function"]["name"] for tool in body.offered}
             form.calls = partial(Calls, names, body.parallel_tool_calls is not False)
@@ -301,7 +301,7 @@ async def _failed(request: Request, error: Any) -> Response:
             detail = f"the body cannot be read as JSON: {str(cause).split(';')[0]}"
         error = Refused(detail, error.status_code, **(error.headers or {}))
     elif not isinstance(error, Refused):
-        error = Refused(f"{type(error).__name__}: {error}", 500, "server_error")
+        error = Refused(f"{type(error).__name__}: {error}", 500)
     return error.response()
 
 

@@ -23,6 +23,7 @@ from slipstream.serve.worker import Likely, Update, Worker, cached_tokens
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 GONE, LATE = "the client left", "it took too long"  # why a request ended early
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout"}  # of errors
 Object = dict[str, Any]
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -31,18 +32,13 @@ class Refused(Exception):
     """A request that is not answered: OpenAI's error, with a status and headers."""
 
     def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        **headers: str,
+        self, fault: str, status: int = 400, param: str | None = None, code: str | None = None, **headers: str
     ) -> None:
-        super().__init__(message)
+        super().__init__(fault)
         self.status = status
         self.headers = {name.replace("_", "-").lower(): value for name, value in headers.items()}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        kind = KINDS.get(status, "invalid_request_error")
+        self.body = {"error": {"message": fault, "type": kind, "param": param, "code": code}}
 
     def response(self) -> Response:
         """As a response. Characters that UTF-8 does not have are escaped."""
@@ -216,8 +212,7 @@ class Reply(Response):
             unread, self._unread = self._unread, []
             for update in unread:
                 if update.error is not None:
-                    blame: Any = () if update.is_users else (500, "server_error")
-                    raise Refused(update.error, *blame)
+                    raise Refused(update.error, 400 if update.is_users else 500)
                 left -= update.last
             yield [(numbers[id(update.request)], update) for update in unread]
 
@@ -328,4 +323,4 @@ async def given_up(work: asyncio.Future[Any], receive: Receive, seconds: float) 
 
 def timed_out(fault: str) -> Refused:
     """OpenAI's clients would ask once more, and run into the same limit."""
-    return Refused(fault, 504, "timeout", x_should_retry="false")
+    return Refused(fault, 504, x_should_retry="false")

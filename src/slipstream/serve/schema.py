@@ -71,12 +71,11 @@ class Strict(BaseModel):
         100,000, and each would be a fault."""
         if not isinstance(fields, Mapping):
             return fields
-        if cls.harmless is not None:
-            harmless = {key: cls.harmless.get(key, ()) for key in fields}
+        if (harmless := cls.harmless) is not None:
             fields = {
                 key: value
                 for key, value in fields.items()
-                if value is not None and harmless[key] is not ANY and value not in harmless[key]
+                if not (value is None or harmless.get(key) is ANY or value in harmless.get(key, ()))
             }
         known = {field.alias or name for name, field in cls.model_fields.items()}
         first = next((key for key in fields if key not in known), None)
@@ -141,8 +140,8 @@ class Message(Strict):
     """One turn."""
 
     # Clients send back all that an answer had.
-    empty: ClassVar = ("refusal", "annotations", "audio", "function_call", "tool_calls")
-    harmless = {"parsed": ANY, **dict.fromkeys(empty, EMPTY)}
+    harmless = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"), EMPTY)
+    harmless["parsed"] = ANY
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
     name: str | None = None
