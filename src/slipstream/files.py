@@ -24,7 +24,8 @@ from secrets import token_hex
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+PathName = str | os.PathLike[str]
+Paths = PathName | Sequence[PathName]
 STANDARD = ("-", "/dev/stdout")
 HANDED = ("/dev/stdin", "/dev/fd/")  # a shell passes files and pipes under these names
 LOCK = ".lock"
@@ -103,7 +104,7 @@ def written_to(path: Any) -> str:
     return os.path.expanduser(name_of(path, "an output"))
 
 
-def check_regular(path: str | os.PathLike[str]) -> None:
+def check_regular(path: PathName) -> None:
     """Raise OSError for anything but a file. Reading from a device may never end."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
@@ -112,18 +113,18 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise OSError(0, "it is no regular file")
 
 
-def check_file(path: str | os.PathLike[str], what: str) -> None:
-    """Raise ValueError, as `read_text` does, for a file that cannot be read; its text is left unread."""
+def check_file(path: PathName, what: str) -> None:
+    """Raise ValueError, as `read_text` does, for a file that cannot be read."""
     with _reading(path, what):
-        check_regular(path)
         if not os.access(path, os.R_OK):
             raise PermissionError(0, "it is read-protected")
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Turn errors over a file into a ValueError of one line."""
+def _reading(path: PathName, what: str) -> Iterator[None]:
+    """Check a file that is read in this context, and turn errors over it into a ValueError of one line."""
     try:
+        check_regular(path)
         yield
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
@@ -140,22 +141,14 @@ def check_interpreter(python: str) -> None:
         raise ValueError(f"no interpreter {python}: run `make vllm`, or name vLLM's with --python")
 
 
-def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """The text of a user's file, plain or gzipped, with or without a byte-order mark.
-
-    Args:
-        what: the file's kind, such as "recipe", for the error.
-
-    Raises:
-        ValueError: the file cannot be read, is no regular file, or is not UTF-8 text.
-    """
+def read_text(path: PathName, what: str) -> str:
+    """The text of a user's file, plain or gzipped, with or without a byte-order mark. Raises ValueError,
+    which says `what` it is, such as "recipe", if it is no regular file that can be read, or not UTF-8."""
     name_of(path, what)  # a number would be a descriptor
-    with _reading(path, what):
-        check_regular(path)
-        with open(path, "rb") as raw:
-            gzipped = raw.peek(2)[:2] == b"\x1f\x8b"
-            with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if gzipped else raw, "utf-8-sig") as file:
-                return file.read()
+    with _reading(path, what), open(path, "rb") as raw:
+        gzipped = raw.peek(2)[:2] == b"\x1f\x8b"
+        with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if gzipped else raw, "utf-8-sig") as file:
+            return file.read()
 
 
 def parsed(text: str) -> Any:
@@ -182,19 +175,13 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
-    """Check output paths before the work begins. None is no output.
-
-    Args:
-        reads: files and directories that the command reads. Neither they nor a model's or a drafter's files
-            in those directories are overwritten.
-
-    Raises:
-        ValueError: a path cannot be written, is read by the command, or is given twice.
-    """
-    paths = tuple(path and name_of(path, "an output") for path in paths)
+    """Raise ValueError, before the work begins, for an output (None: there is none) that cannot be written,
+    is given twice, or would overwrite what the command `reads`: a file, or a model's or a drafter's in a
+    directory."""
+    outputs = [path and name_of(path, "an output") for path in paths if path is not None]
     taken: dict[str, str] = {}
     sources = {os.path.realpath(source) for source in reads if os.path.exists(source)}
-    for path in (path for path in paths if path is not None):
+    for path in outputs:
         try:
             place = STANDARD[0] if path in STANDARD else _writable(path)
         except (OSError, ValueError) as error:
@@ -257,7 +244,7 @@ def replacing(path: str) -> Iterator[TextIO]:
 @contextmanager
 def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
     """Lock a file or a directory in this context. A process that dies lets go of it. Raises ValueError where
-    another process, which is named, holds it, unless told to `wait` for it, or where it cannot be locked."""
+    it cannot be locked, or, unless told to `wait`, where another process holds it, which is named."""
     place = Path(os.path.realpath(path))
     name = place.name
     if len(name.encode(errors="replace")) > 200:  # file systems allow 255 bytes
@@ -312,8 +299,8 @@ def note(text: str) -> None:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Turn errors over a foreign file's contents (values of another type, out of range, missing) into a
-    ValueError of one line. A failed assertion is our own mistake, and passes through."""
+    """Turn errors over a foreign file's contents into a ValueError of one line. A failed assertion is our own
+    mistake, and passes through."""
     try:
         yield
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -327,8 +314,7 @@ def printable(text: str) -> str:
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
-    """Write results as JSON, atomically. Where `path` cannot be written, ValueError names the file that holds
-    the results instead."""
+    """Write results as JSON, atomically. Raises ValueError, which names the file that holds them instead."""
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     try:
         with replacing(path) as file:
@@ -353,7 +339,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def update_json(path: Path, news: Mapping[str, dict[str, Any]]) -> None:
     """Add entries under keys of a file of results, atomically. Its other entries stay, also those that other
-    processes write at the same time. Raises ValueError."""
+    processes write meanwhile. Raises ValueError."""
     check_writable(str(path))
     with locked(path, wait=True):
         known = read_results(path)

@@ -5,9 +5,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,7 @@ def hardware() -> dict[str, Any]:
 @contextmanager
 def memory_kept() -> Iterator[None]:
     """Inside, the process keeps the memory of freed tensors for the next ones. Otherwise glibc gives large
-    ones back each time, and a CPU spends a fourth of a training step on being given the same pages, zeroed.
-    """
+    ones back, and a CPU spends a fourth of a training step on being given the same pages, zeroed."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "mallopt"):
         yield
@@ -73,29 +71,23 @@ def left_in_group(home: Path) -> float:
     return max(0.0, float(most - taken + files))
 
 
-@dataclass
-class PeakMemory:
-    """The most memory in use, in MiB; None where the system does not say."""
-
-    mib: float | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
-    """The most memory that this process uses in this context: on the device, or on a CPU in all, mapped
-    weights included."""
-    peak, own = PeakMemory(), Path("/proc/self")
+def peak_memory(device: torch.device) -> Callable[[], float | None]:
+    """Measures from now on. Returns what tells the most memory that this process has used since, in MiB: on
+    the device, or on a CPU in all, mapped weights included. None where the system does not say."""
+    process = Path("/proc/self")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        yield peak
-        peak.mib = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-        return
+        return lambda: round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
     with suppress(OSError):
-        (own / "clear_refs").write_text("5")  # Linux forgets the peak of before
-    yield peak
-    with suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
-        peak.mib = round(int(lines["VmHWM"].split()[0]) / 1024, 1)
+        (process / "clear_refs").write_text("5")  # Linux forgets the peak of before
+
+    def peak() -> float | None:
+        with suppress(OSError, KeyError, ValueError):
+            lines = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+            return round(int(lines["VmHWM"].split()[0]) / 1024, 1)
+        return None
+
+    return peak
 
 
 def where(device: torch.device) -> str:
@@ -112,12 +104,11 @@ def versions() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    try:
+    name = ""
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    name = name or platform.processor() or platform.machine()
     units = [torch.backends.cpu.get_cpu_capability(), "bf16" * HAS_BF16, "AMX" * HAS_AMX]
     return f"{name} ({', '.join(filter(None, units))})"  # processors of one name may have different units
 
@@ -128,10 +119,8 @@ def _commit() -> str:
         result = subprocess.run([*GIT, *words], cwd=home, capture_output=True, text=True, timeout=10)
         return result.stdout.strip() if result.returncode == 0 else ""
 
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         ours = git("ls-files", "--", Path(__file__).name)  # none where we lie in another project's
-        head = git("rev-parse", "--short=12", "HEAD") if ours else ""
-        changes = "+changes" if head and git("status", "--porcelain", "--", "..") else ""
-        return head + changes or "unknown"
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
+        if ours and (head := git("rev-parse", "--short=12", "HEAD")):
+            return head + "+changes" * bool(git("status", "--porcelain", "--", ".."))
+    return "unknown"

@@ -23,29 +23,19 @@ KEPT = ("--target", "--dtype", "--device", FLAG, "--quantize")  # the model, and
 TAKEN = {"import": 2, "export": 2, "parity": 2, "train": 3, "synthesize": 3, "regenerate": 3}
 TAKEN |= {"data": 1, "fetch": 0, "report": 0, "cache": 0}
 _command: ContextVar[str] = ContextVar("command", default="")
-
-
-def current() -> str:
-    """The command under way; empty where there is none."""
-    return _command.get()
+current = _command.get  # the command under way; empty where there is none
 
 
 def suggested(words: str) -> str:
-    """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way.
-
-    It repeats `PLUGIN`, and the options of `KEPT` that WORDS do not name. A command takes the first `TAKEN`.
-    """
+    """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way. It repeats
+    `PLUGIN`, and the options of `KEPT` that WORDS do not name, of which a command takes the first `TAKEN`."""
     verb, *own = words.split()
     names = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in own]
     options = (option for name in names for option in _given(name))
-    return " ".join([_program(), *_given(PLUGIN), words, *options])
-
-
-def _program() -> str:
-    """The program's name, or its path where a shell would not find it."""
-    program = sys.argv[0]
+    program = sys.argv[0]  # its path where a shell would not find it
     on_path = os.path.basename(program) != "slipstream" or shutil.which("slipstream")
-    return "slipstream" if on_path else shlex.quote(program)
+    program = "slipstream" if on_path else shlex.quote(program)
+    return " ".join([program, *_given(PLUGIN), words, *options])
 
 
 def _given(option: str) -> Iterator[str]:

@@ -247,7 +247,7 @@ def test_the_system_and_the_temperature_change_under_way(chat, capsys):
     for wrong, says in (("warm", "temperature is 'warm'; it must be a number"), ("-1", "temperature is -1")):
         with pytest.raises(ValueError, match=says):
             chat.take(f"/temperature {wrong}")
-        assert chat.T == 1.5
+        assert chat.talk.temperature == 1.5
 
 
 def test_a_conversation_is_saved_as_training_data(chat, tmp_path):

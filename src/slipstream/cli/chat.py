@@ -7,7 +7,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -47,10 +47,9 @@ ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
     "chat --target ./my-model --compile",
     "chat --drafter eagle --temperature 0.7",
     takes=f"target drafter draft_model system max_new_tokens own_temperature seed {cli.MACHINE}",
-    lists=cli.drafters,
     max_new_tokens=512,
 )
-def chat(options: cli.Options) -> None:
+def chat(options: cli.Arguments) -> None:
     """ChatSession with a model. /help lists what there is beside talking.
 
     Figures stand below each answer. An answer reads what was said before only once.
@@ -62,10 +61,8 @@ def chat(options: cli.Options) -> None:
     with without_echo():
         target = options.load()
         if target.text is None or not target.text.has_chat:
-            raise ValueError(
-                f"target {options.target} has no chat template: it cannot chat: {suggested('generate')} "
-                "goes on with a text"
-            )
+            instead = f"{suggested('generate')} goes on with a text"
+            raise ValueError(f"target {options.target} has no chat template: it cannot chat: {instead}")
         with err.status(cli.MEASURING):
             limits = {"max_new_tokens": options.max_new_tokens, "temperature": options.own_temperature}
             talk = ChatSession(target, drafter, **limits)
@@ -123,8 +120,7 @@ class Chat:
             raise
 
     def answer(self) -> None:
-        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it after the step
-        under way."""
+        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it after a step."""
         text, steps = "", self.talk.answer(self.turns, seed=self.seed)
         with interrupted() as stopped, without_echo(), closing(steps), wrapping(out) as show:
             for pieces in steps:
@@ -138,10 +134,6 @@ class Chat:
                     break
         out.print()
         self.turns.append({"role": "assistant", "content": text})
-        self.figures(bool(stopped))
-
-    def figures(self, stopped: bool) -> None:
-        """Print the status line of the last answer, which says last why it ended."""
         answer = self.talk.last
         assert answer is not None
         limit = self.talk.options.get("max_new_tokens")
@@ -173,7 +165,7 @@ class Chat:
 
     def do_retry(self, rest: str) -> None:
         with self.again() as text:
-            if not self.T:
+            if not self.talk.temperature:
                 same = "at temperature 0 no seed changes an answer: it will be the same (/temperature 0.7)"
                 err.print(same, style="yellow")
             self.seed += 1
@@ -195,24 +187,17 @@ class Chat:
         self.turns = [*self.opening, *turns]
         out.print("from now on the system says this first" if rest else "no system message")
 
-    @property
-    def T(self) -> float:
-        """The temperature of the next answer."""
-        return self.talk.temperature
-
     def do_temperature(self, rest: str) -> None:
-        if not rest:
-            out.print(f"temperature {self.T:g}")
-            return
         before = self.talk.options.get("temperature")
         try:
-            self.talk.options["temperature"] = float(rest)
-            self.talk.draft_with(self.drafter)  # which may take other trees at another temperature
+            if rest:
+                self.talk.options["temperature"] = float(rest)
+                self.talk.draft_with(self.drafter)  # which may take other trees at another temperature
         except ValueError as error:
             self.talk.options["temperature"] = before
             what = f"temperature is {rest!r}; it must be a number: /temperature 0.7"
             raise ValueError(what if "convert" in str(error) else str(error)) from error
-        out.print(f"temperature {self.T:g}")
+        out.print(f"temperature {self.talk.temperature:g}")
 
     def do_save(self, rest: str) -> None:
         if not rest:
@@ -244,8 +229,8 @@ class Chat:
         if rest and not (rest.isdecimal() and 1 <= int(rest) <= len(rounds)):
             raise ValueError(f"the last answer took rounds 1 to {len(rounds)}: /tree 1")
         best = max(range(len(rounds)), key=lambda i: len(rounds[i].accepted))
-        at = int(rest) - 1 if rest else best
-        out.print(drawn(rounds[at], at + 1, len(rounds)))
+        i = int(rest) - 1 if rest else best
+        out.print(drawn(rounds[i], i + 1, len(rounds)))
 
     def do_new(self, rest: str) -> None:
         self.turns = [*self.opening]
@@ -257,12 +242,10 @@ class Chat:
 
 def drawn(round: "TracedStep", number: int, of: int) -> Tree:
     """A round's tree, with the target's probability of each node. Accepted nodes are green."""
-    accepted = set(round.accepted)
 
     def label(slot: int) -> Text:
-        p = round.p[slot]
-        share = "" if p is None else f"  {100 * p:.0f} %"
-        return Text(repr(round.texts[slot]), ACCEPTED if slot in accepted else "default") + Text(share, "dim")
+        p, colour = round.p[slot], ACCEPTED if slot in round.accepted else "default"
+        return Text(repr(round.texts[slot]), colour) + Text("" if p is None else f"  {100 * p:.0f} %", "dim")
 
     tree = Tree(Text(f"round {number} of {of}: ", "bold") + label(0), guide_style="dim")
     branches = {0: tree}
@@ -291,20 +274,17 @@ def without_echo() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    terminal = sys.stdin.fileno()
+    terminal, pastes = sys.stdin.fileno(), is_terminal()
     before, quiet = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
     quiet[0] &= ~termios.ICRNL
     quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
-    pastes = is_terminal()
     termios.tcsetattr(terminal, termios.TCSANOW, quiet)
     try:
-        if pastes:
-            print(PASTES_BEGIN, end="", flush=True)
+        print(PASTES_BEGIN * pastes, end="", flush=True)
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSANOW, before)
-        if pastes:
-            print(PASTES_END, end="", flush=True)
+        print(PASTES_END * pastes, end="", flush=True)
 
 
 @contextmanager
@@ -354,14 +334,12 @@ def is_terminal() -> bool:
 
 def plainly(text: str) -> str:
     """A turn of plain lines. A line that ends in a backslash is continued. Raises EOFError."""
-    lines = list[str]()
-    try:
-        while not lines or lines[-1].endswith("\\"):
-            lines.append(input(ASKS if sys.stdin.isatty() else ""))
-    except EOFError:
-        if not lines:
-            raise
-    return "\n".join([*(line.removesuffix("\\") for line in lines[:-1]), lines[-1]])
+    turn = input(asks := ASKS if sys.stdin.isatty() else "")
+    with suppress(EOFError):
+        while turn.endswith("\\"):
+            line = input(asks)
+            turn = f"{turn[:-1]}\n{line}"
+    return turn
 
 
 def editor() -> Callable[[str], str]:

@@ -61,11 +61,9 @@ PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  #
 out, err = Console(**PLAIN), Console(file=cast(IO[str], Unfailing()), stderr=True, **PLAIN)
 
 
-def option(
-    help: str, metavar: str | None = None, *names: str, panel: str | None = None, **settings: Any
-) -> Any:
+def option(help: str, metavar: str | None = None, *names: str, panel: str | None = None, **how: Any) -> Any:
     """An option of a command, named like its parameter unless `names` are given."""
-    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=help, **settings)
+    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=help, **how)
 
 
 def flag(help: str, name: str) -> Any:
@@ -130,6 +128,7 @@ PAGES = "what bench or certify --json and generate --trace wrote"
 SECTIONS = "of the recipe: data, features, head, loss, optimizer and schedule (docs/training.md)"
 ANYHOW = "write into --out whatever it holds, and learn answers that another target wrote, too"
 SERVER = "let this OpenAI-compatible server write (vllm serve, …; key: $OPENAI_API_KEY)"
+WARMER = [0.0, 0.7, 1.0]
 IN_TURN = "temperature of the answers; several take turns; repeatable"
 KIND = (
     "kind of prompt; several take turns: any, maths, code, writing, questions; and about earlier answers: "
@@ -167,11 +166,10 @@ Limit = Annotated[int | None, on_questions("questions of each file, evenly over 
 MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]
 Temperature = Annotated[float, on_sampling("0 is greedy", "T", min=0)]
 JsonPath = Annotated[str | None, on_results(JSON, "FILE", "--json")]
-Penalty = Annotated[float, on_sampling("counts the answer", "X")]
 
 
-class Options(SimpleNamespace):
-    """The options and arguments of a command. This is the table of all of them: type, help, default."""
+class Arguments(SimpleNamespace):
+    """What a command is called with. This is the table of all options and arguments: type, help, default."""
 
     # the model
     target: TargetName = "smollm2"
@@ -206,8 +204,8 @@ class Options(SimpleNamespace):
     top_p: Annotated[float | None, on_sampling("keep the likeliest tokens with this mass", "P")] = None
     min_p: Annotated[float | None, on_sampling(LIKELY, "P")] = None
     repetition_penalty: Annotated[float | None, on_sampling("counts prompt and answer", "X")] = None
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
+    presence_penalty: Annotated[float, on_sampling("counts the answer", "X")] = 0.0
+    frequency_penalty: Annotated[float, on_sampling("counts the answer", "X")] = 0.0
     seed: Annotated[int, on_sampling(SAME, "N", min=0, callback=in_64_bits)] = 0
     stop: Annotated[list[str], on_sampling("ends the answer; repeatable", "TEXT")] = []
     json_schema: Annotated[str | None, on_sampling(SCHEMA, "FILE")] = None
@@ -260,11 +258,7 @@ class Options(SimpleNamespace):
     kinds: Annotated[list[str], on_questions(KIND, "NAME", "--kind")] = ["any"]
     server: Annotated[str | None, option(SERVER, "URL")] = None
     systems: Annotated[list[str], option(AFTER, "TEXT", "--system")] = []
-    answer_temperatures: Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)] = [
-        0.0,
-        0.7,
-        1.0,
-    ]
+    answer_temperatures: Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)] = WARMER
     prompt_temperature: Annotated[float, on_sampling("temperature of the prompts", "T", min=0)] = 0.8
     written_at_once: Annotated[int, on_machine(WRITTEN, "N", "--batch", min=1, max=MOST_TEXTS)] = 32
     own_seed: Annotated[int | None, on_sampling(SENT, "N", "--seed", min=0, callback=in_64_bits)] = None
@@ -312,36 +306,37 @@ class Options(SimpleNamespace):
         return {name: getattr(self, name) for name in names.split()}
 
 
-TYPES, REQUIRED = get_type_hints(Options, include_extras=True), Parameter.empty
+TYPES, REQUIRED = get_type_hints(Arguments, include_extras=True), Parameter.empty
 
 
 def command(
     *examples: str, takes: str, lists: Callable[[], str] | None = None, **defaults: Any
 ) -> Callable[[Command], Command]:
-    """Registers a command under its function's name.
+    """Registers a command under its function's name, with the options that it `takes`, in this order.
 
     Args:
         examples: lines of its help, without `slipstream`.
-        takes: the names of its options, in the order of its help.
-        lists: returns what else its help ends in; it is asked when help is shown.
+        lists: returns what else its help ends in, when it is shown; the drafters where the command takes any.
         defaults: of options whose default is not the table's.
     """
+    names = takes.split()
+    ends = lists or (drafters if {"drafter", "drafters"} & {*names} else None)
 
     class Listing(TyperCommand):
         def format_help(self, *args: Any) -> None:
             lines = ["[bold]Examples[/bold]", *(f"slipstream {line}" for line in examples)]
-            self.epilog = "\n".join([*([lists(), ""] if lists else []), *lines])
+            self.epilog = "\n".join([*([ends(), ""] if ends else []), *lines])
             super().format_help(*args)
 
     def register(function: Command) -> Command:
         @wraps(function)
         def call(**values: Any) -> None:
-            function(Options(**values))
+            function(Arguments(**values))
 
-        table = vars(Options) | defaults
+        table = vars(Arguments) | defaults
         parameters = [
             Parameter(name, Parameter.KEYWORD_ONLY, annotation=TYPES[name], default=table.get(name, REQUIRED))
-            for name in takes.split()
+            for name in names
         ]
         call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where typer reads them
         app.command(function.__name__.strip("_"), cls=Listing)(call)

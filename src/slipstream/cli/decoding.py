@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     "demo --limit 8 --temperature 1",
     "demo --target ./my-model --dtype float32",
     takes=f"target drafter questions limit max_new_tokens temperature seed {cli.MACHINE}",
-    lists=cli.drafters,
     limit=3,
     max_new_tokens=64,
 )
-def demo(options: cli.Options) -> None:
+def demo(options: cli.Arguments) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner.
 
     Where passes over several rows round differently, as on a GPU, a near-tie may turn; the
@@ -54,10 +53,9 @@ CUTS, PENALTIES = "top_k top_p min_p", "repetition_penalty presence_penalty freq
     "generate - --drafter ngram --json answer.json < long_prompt.txt",
     takes=f"prompt target drafter draft_model max_new_tokens own_temperature {CUTS} {PENALTIES} seed stop "
     f"json_schema regex grammar choice law {cli.MACHINE} explain trace json_path",
-    lists=cli.drafters,
     max_new_tokens=256,
 )
-def generate(options: cli.Options) -> None:
+def generate(options: cli.Arguments) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.
 
     The text is the same whatever the drafter: token for token in float32 and bfloat16

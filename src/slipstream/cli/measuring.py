@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from os.path import exists
 from pkgutil import resolve_name
 from typing import Any
@@ -48,11 +50,9 @@ def reported(
 def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
     """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
     a result of none of these kinds, each of which is "module:Class"."""
-    if not resume:
-        return None
-    if json_path is None or json_path in STANDARD:
+    if resume and (json_path is None or json_path in STANDARD):
         raise ValueError("--resume goes on with the run in --json: give --json FILE")
-    if not exists(json_path):
+    if not resume or not exists(str(json_path)):
         return None
     errors = []
     for kind in kinds:
@@ -71,17 +71,20 @@ def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
     "bench --drafter ngram --temperature 0 --temperature 1 --batch 1 --batch 4 --json out.json",
     takes="targets drafters draft_model questions limit max_new_tokens temperatures batches seed "
     f"{cli.MACHINE} plot json_path resume",
-    lists=cli.drafters,
 )
-def bench(options: cli.Options) -> None:
+def bench(options: cli.Arguments) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
     prompts.
 
     Several targets, temperatures or numbers of texts make one run each, and one file in all.
     """
     drafters = [cli.with_model(drafter, options.draft_model) for drafter in options.drafters]
-    plot, json_path = options.plot, options.json_path
-    batches, temperatures = options.batches, options.temperatures
+    plot, json_path, batches, temperatures = (
+        options.plot,
+        options.json_path,
+        options.batches,
+        options.temperatures,
+    )
     check_picture(plot)
     check_writable(plot, json_path, reads=cli.inputs(options.targets, drafters, options.questions))
     questions = load_questions(options.questions, options.limit)
@@ -97,11 +100,11 @@ def bench(options: cli.Options) -> None:
     total *= len(temperatures) * len(options.targets)
 
     def show(report: Any) -> None:
-        cli.deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
+        cli.deliver(report, json_path, plot, partial(draw_sweep if several else draw_run, report))
 
     with reported(json_path, show) as keep, cli.progress_bar(total) as progress:
-        settings = options.pick("max_new_tokens seed")
-        settings |= {"begun": begun, "progress": progress, "keep": keep}
+        settings: dict[str, Any] = {"begun": begun, "progress": progress, "keep": keep}
+        settings |= options.pick("max_new_tokens seed")
         targets = (cli.load(name, **options.pick(cli.MACHINE)) for name in options.targets)
         if several:
             settings |= {"temperatures": temperatures, "batches": batches}
@@ -117,12 +120,11 @@ def bench(options: cli.Options) -> None:
     "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
     takes="target drafters questions limit max_new_tokens temperatures draws seed "
     f"{cli.MACHINE} json_path resume",
-    lists=cli.drafters,
     limit=20,
     temperatures=[0.0, 1.0],
     dtype="float32",
 )
-def certify(options: cli.Options) -> None:
+def certify(options: cli.Arguments) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
 
     On a CPU in float32 and bfloat16 no token may differ, because a row of a pass has the same
@@ -150,11 +152,6 @@ def certify(options: cli.Options) -> None:
         raise typer.Exit(1)
 
 
-def _tunable() -> str:
-    methods = (method for method in named() if method.tunes)
-    return cli.listed("[bold]Drafters that grow trees[/bold]", methods, cli.DIRECTORY)
-
-
 @cli.command(
     "tune",
     "tune --batch 4 --context 1024",
@@ -164,9 +161,11 @@ def _tunable() -> str:
     "tune --measure --plot costs.svg",
     takes=f"target tuned_drafter questions prompt_count batch context measure {cli.MACHINE} "
     "tuned_plot json_path",
-    lists=_tunable,
+    lists=lambda: cli.listed(
+        "[bold]Drafters that grow trees[/bold]", filter(attrgetter("tunes"), named()), cli.DIRECTORY
+    ),
 )
-def tune(options: cli.Options) -> None:
+def tune(options: cli.Arguments) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
 
     The best tree of each size is kept for auto, whose head this drafter may be, with what auto's
@@ -176,7 +175,7 @@ def tune(options: cli.Options) -> None:
     check_picture(plot)
     check_writable(plot, json_path, reads=cli.inputs(options.target, [drafter], options.questions))
     unused = options.pick("tuned_drafter questions prompt_count batch context")
-    if options.measure and unused != cli.Options().pick(" ".join(unused)):
+    if options.measure and unused != cli.Arguments().pick(" ".join(unused)):
         raise ValueError(
             "--measure times passes of 1 and of 4 texts behind 128, 512 and 1024 tokens, without a drafter: "
             "leave --drafter, --questions, --limit, --batch and --context out"
@@ -218,27 +217,24 @@ def tune(options: cli.Options) -> None:
     "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
     takes="target drafter questions prompt_count max_new_tokens temperature answers_at_once own_context "
     f"{cli.MACHINE} json_path",
-    lists=cli.drafters,
     max_new_tokens=32,
 )
-def doctor(options: cli.Options) -> None:
+def doctor(options: cli.Arguments) -> None:
     """Find out why drafting is slow or guesses badly, and what to do about it.
 
     A few short answers are decoded and measured: their framing, the head's guesses as they are and with other
     states and positions, and what passes cost here. It takes about a minute. Exit code 1 if a fault was
     found.
     """
-    drafter, json_path = options.drafter, options.json_path
-    check_writable(json_path, reads=cli.inputs(options.target, [drafter], options.questions))
+    check_writable(options.json_path, reads=cli.inputs(options.target, [options.drafter], options.questions))
     questions = load_questions(options.questions)
     from slipstream.measure.doctor.doctor import STEPS, doctor as run
 
-    settings: Any = options.pick("temperature max_new_tokens")
+    settings = options.pick("temperature max_new_tokens") | {"limit": options.prompt_count}
     settings |= {"batch": options.answers_at_once, "context": options.own_context}
     with cli.progress_bar(STEPS) as progress:
-        target = options.load()
-        report = run(target, drafter, questions, **settings, limit=options.prompt_count, progress=progress)
-    cli.deliver(report, json_path)
+        report = run(options.load(), options.drafter, questions, **settings, progress=progress)
+    cli.deliver(report, options.json_path)
     if report.found:
         raise typer.Exit(1)
 
@@ -252,7 +248,7 @@ def doctor(options: cli.Options) -> None:
     limit=20,
     max_new_tokens=64,
 )
-def reproduce(options: cli.Options) -> None:
+def reproduce(options: cli.Arguments) -> None:
     """Measure the papers' tables and figures on your target, beside the papers' own figures.
 
     Each relation that a table shows holds, does not hold, or is undecided, by intervals over
@@ -299,7 +295,7 @@ def _pairs(words: list[str], option: str) -> dict[str, str]:
     "report certificate.json --out certificate.html",
     takes="pages page",
 )
-def report(options: cli.Options) -> None:
+def report(options: cli.Arguments) -> None:
     """Make one HTML page of runs, certificates and traces: tables, pictures, and answers round by round.
 
     The page needs no other file and no network. Several runs are compared, two at a time. Each

@@ -2,6 +2,7 @@
 
 import socket
 from dataclasses import replace
+from functools import partial
 
 from slipstream.cli import common as cli
 from slipstream.files import install
@@ -13,9 +14,8 @@ from slipstream.files import install
     "serve --host 0.0.0.0 --rows 32 --queue 200   # with SLIPSTREAM_API_KEY set",
     takes="target drafter draft_model host port api_key allowed_host served_model_name rows memory queue "
     f"max_context keep max_body max_seconds max_grammar_seconds max_grammar_memory grace {cli.MACHINE}",
-    lists=cli.drafters,
 )
-def serve(options: cli.Options) -> None:
+def serve(options: cli.Arguments) -> None:
     """Answer requests of OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
 
     All texts share one engine, and each says what generate would say alone. /metrics is for
@@ -55,13 +55,9 @@ def serve(options: cli.Options) -> None:
             cli.err.print(text, soft_wrap=True)
             loading.doing = cli.MEASURING
             with cli.err.status(cli.MEASURING):
-                name = options.served_model_name
-                server = Server(target, loaded, drafter, limits, keys, _log, allowed, name)
+                log, name = partial(print, flush=True), options.served_model_name
+                server = Server(target, loaded, drafter, limits, keys, log, allowed, name)
         run(server, options.grace, listener, cli.err.print)
-
-
-def _log(line: str) -> None:
-    print(line, flush=True)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +19,15 @@ if TYPE_CHECKING:
     from slipstream.training.synthesize import Answers
 
 
-def _trainable() -> str:
-    return cli.listed("[bold]Methods[/bold]", (method for method in METHODS.values() if method.objective))
-
-
 @cli.command(
     "train eagle --data answers.jsonl --out runs/eagle",
     "train eagle --data answers.jsonl --preview",
     "train eagle --recipe recipes/equal_data.yaml --data answers.jsonl --out runs/eagle optimizer.lr=5e-4",
     "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
     takes="method overrides data run_home target recipe resume_run force_run preview dtype device",
-    lists=_trainable,
+    lists=lambda: cli.listed("[bold]Methods[/bold]", filter(attrgetter("objective"), METHODS.values())),
 )
-def train(options: cli.Options) -> None:
+def train(options: cli.Arguments) -> None:
     """Train a drafter for a target.
 
     The directory holds, at any time, the best drafter so far and the last checkpoint.
@@ -73,9 +70,8 @@ def train(options: cli.Options) -> None:
         raise
     if PartialState().is_main_process:
         cli.out.print(result)
-        _next_of(directory)
-        if METHODS[result.method].layouts:
-            _next(f"export {shlex.quote(directory)} --out {shlex.quote(directory.rstrip('/'))}-public")
+        export = f"export {shlex.quote(directory)} --out {shlex.quote(directory.rstrip('/'))}-public"
+        _next_of(directory, *([export] if METHODS[result.method].layouts else []))
 
 
 @cli.command(
@@ -86,7 +82,7 @@ def train(options: cli.Options) -> None:
     "written_at_once own_seed dtype device",
     max_new_tokens=512,
 )
-def synthesize(options: cli.Options) -> None:
+def synthesize(options: cli.Arguments) -> None:
     """Training data from nothing: the target writes prompts, from its own chat template, and answers them.
 
     Without a chat template it begins raw texts and goes on with them.
@@ -109,7 +105,7 @@ def synthesize(options: cli.Options) -> None:
     "written_at_once own_seed dtype device",
     max_new_tokens=512,
 )
-def regenerate(options: cli.Options) -> None:
+def regenerate(options: cli.Arguments) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
     check_writable(options.answers, reads=cli.inputs(options.target, files=[options.prompt_file]))
     from slipstream.training.synthesize import conversations, regenerate as run
@@ -122,7 +118,7 @@ def regenerate(options: cli.Options) -> None:
     _written(answers)
 
 
-def _writing(options: cli.Options) -> dict[str, Any]:
+def _writing(options: cli.Arguments) -> dict[str, Any]:
     """How answers are written."""
     settings = options.pick("max_new_tokens") | {"batch": options.written_at_once, "seed": options.own_seed}
     return settings | {"writer": options.server, "temperatures": options.answer_temperatures}
@@ -133,7 +129,7 @@ def _writing(options: cli.Options) -> dict[str, Any]:
     "data own.jsonl code.jsonl.gz --exclude gsm8k.jsonl --exclude mt_bench.jsonl --out train.jsonl",
     takes="files exclude filtered target json_path",
 )
-def data(options: cli.Options) -> None:
+def data(options: cli.Arguments) -> None:
     """What training data holds; with --out, a file without its loops, near copies and excluded rows."""
     files, exclude, path = options.files, options.exclude, options.filtered
     check_writable(path, options.json_path, reads=cli.inputs(options.target, files=[*files, *exclude]))
@@ -150,15 +146,14 @@ def data(options: cli.Options) -> None:
     takes="checkpoint drafter_home target tree force dtype",
     dtype="bfloat16",
 )
-def import_(options: cli.Options) -> None:
+def import_(options: cli.Arguments) -> None:
     """Make a drafter directory of a public checkpoint."""
-    source, home, force = options.checkpoint, options.drafter_home, options.force
-    check_claim(written_to(home), ("import",), force, [source, *cli.inputs(options.target)])
+    source, home, settings = options.checkpoint, options.drafter_home, options.pick("tree force")
+    check_claim(written_to(home), ("import",), options.force, [source, *cli.inputs(options.target)])
     checkpoint_file(Path(name_of(source, "a checkpoint")).expanduser())
     from slipstream.interop.public import import_checkpoint
 
-    conversion = import_checkpoint(options.load(), source, home, tree=options.tree, force=force)
-    cli.out.print(conversion, soft_wrap=True)
+    cli.out.print(import_checkpoint(options.load(), source, home, **settings), soft_wrap=True)
     _next_of(home)
 
 
@@ -168,14 +163,13 @@ def import_(options: cli.Options) -> None:
     takes="head checkpoint_home target layout force dtype",
     dtype="bfloat16",
 )
-def export(options: cli.Options) -> None:
+def export(options: cli.Arguments) -> None:
     """Write a drafter in a public layout, for vLLM or SGLang: --layout says which."""
-    drafter, home, force = options.head, options.checkpoint_home, options.force
-    check_claim(written_to(home), ("export",), force, cli.inputs(options.target, [drafter]))
+    home, settings = options.checkpoint_home, options.pick("layout force")
+    check_claim(written_to(home), ("export",), options.force, cli.inputs(options.target, [options.head]))
     from slipstream.interop.public import export as run
 
-    conversion = run(options.load(), drafter, home, layout=options.layout, force=force)
-    cli.out.print(conversion, soft_wrap=True)
+    cli.out.print(run(options.load(), options.head, home, **settings), soft_wrap=True)
 
 
 @cli.command(
@@ -184,36 +178,30 @@ def export(options: cli.Options) -> None:
     limit=20,
     dtype="float32",
 )
-def parity(options: cli.Options) -> None:
+def parity(options: cli.Arguments) -> None:
     """Serve the target with an exported head in vLLM: does it accept the same drafts, and say the same?
 
     Exit code 1 if not; the first tensor that differs is named.
     """
-    drafter, json_path = options.head, options.json_path
-    check_writable(json_path, reads=cli.inputs(options.target, [drafter], options.questions))
+    check_writable(options.json_path, reads=cli.inputs(options.target, [options.head], options.questions))
     check_interpreter(options.python)
     questions = load_questions(options.questions, options.limit)
     from slipstream.interop.parity import parity as run
     from slipstream.targets.prompts import encode
 
-    target = options.load()
+    target, settings = options.load(), options.pick("python max_new_tokens draft_tokens")
     prompts = [encode(target, question.turns[0]) for question in questions]
     with cli.progress_bar(len(prompts) + 2) as progress:
-        how = (options.python, options.max_new_tokens, options.draft_tokens, progress)
-        report = run(target, drafter, prompts, *how)
-    cli.deliver(report, json_path)
+        report = run(target, options.head, prompts, **settings, progress=progress)
+    cli.deliver(report, options.json_path)
     if not report.agrees:
         raise typer.Exit(1)
 
 
-def _next_of(drafter: str) -> None:
+def _next_of(drafter: str, *others: str) -> None:
     """Print what comes after a drafter is made."""
-    for verb in ("bench", "tune"):
-        _next(f"{verb} --drafter {shlex.quote(drafter)}")
-
-
-def _next(words: str) -> None:
-    cli.out.print(f"next: {suggested(words)}", soft_wrap=True)
+    for words in (*(f"{verb} --drafter {shlex.quote(drafter)}" for verb in ("bench", "tune")), *others):
+        cli.out.print(f"next: {suggested(words)}", soft_wrap=True)
 
 
 def _written(answers: "Answers") -> None:

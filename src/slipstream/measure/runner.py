@@ -101,10 +101,10 @@ class Runner:
     def ask_all(self, method: str, prompts: list[list[int]]) -> list[Answered]:
         """Answers to prompts that are given at once. They share the time equally, and each knows the most
         memory that the process held."""
-        with peak_memory(self.target.device) as memory:
-            alone = len(prompts) == 1
-            answers = [self.ask(method, prompts[0])] if alone else self._answers(method, prompts)
-        return [replace(answer, memory_mib=memory.mib) for answer in answers]
+        alone, peak = len(prompts) == 1, peak_memory(self.target.device)
+        answers = [self.ask(method, prompts[0])] if alone else self._answers(method, prompts)
+        mib = peak()
+        return [replace(answer, memory_mib=mib) for answer in answers]
 
     def _answers(self, method: str, prompts: list[list[int]]) -> list[Answered]:
         start, rows = time.perf_counter(), len(prompts)

@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -28,12 +29,11 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.serve.guard import API_KEY, Guard
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
-from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole, until_gone
+from slipstream.serve.replies import GONE, Events, Form, Refused, Reply, Whole, given_up, timed_out
 from slipstream.serve.schema import Bias, ChatCompletion, Completion
 from slipstream.serve.tools import Calls
 from slipstream.serve.worker import Busy, Ended, Update, Worker
 from slipstream.targets.grammar import Beyond, read_grammar
-from slipstream.targets.prompts import check_readable, checked_ids, encode
 
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 PLAIN = "vanilla"
@@ -43,25 +43,15 @@ LITTLE, LARGE = GrammarLimits(seconds=0.25, memory=16), 2  # of most grammars; o
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes.
+    """What a server takes."""
 
-    Attributes:
-        rows: texts under way at once.
-        queue: texts that may wait for a row.
-        context: tokens of prompt and answer together; None: the target's window, 4096 at most.
-        keep: tokens of ended texts whose caches are kept, for prompts that begin as they did.
-        body: bytes of a request.
-        seconds: a request may take, its reader included.
-        grammar: what reading a grammar may take.
-    """
-
-    rows: int = 16
-    queue: int = 64
-    context: int | None = None
-    keep: int = 8192
-    body: int = 2**20
-    seconds: float = 600.0
-    grammar: GrammarLimits = field(default_factory=GrammarLimits)
+    rows: int = 16  # texts under way at once
+    queue: int = 64  # texts that may wait for a row
+    context: int | None = None  # tokens of prompt and answer; None: the target's window, 4096 at most
+    keep: int = 8192  # tokens of ended texts whose caches are kept, for prompts that begin as they did
+    body: int = 2**20  # bytes of a request
+    seconds: float = 600.0  # a request may take, its reader included
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)  # what reading a grammar may take
 
     def tokens(self, target: Target) -> int:
         """Of prompt and answer, at most. Raises ValueError for more than the target's window."""
@@ -101,9 +91,9 @@ class Server:
         SamplingParams.of(target)  # what its generation_config asks for can be honoured
         self.name = name or target.name
         self.context = limits.tokens(target)
-        rows, queue, keep = limits.rows, limits.queue, limits.keep
-        self.worker = Worker(target, drafter, rows, self.context, queue, self._post, keep)
-        self.metrics = Metrics(lambda: self.worker.running, lambda: self.worker.waiting)
+        rows, queue = limits.rows, limits.queue
+        self.worker = Worker(target, drafter, rows, self.context, queue, self._post, limits.keep)
+        self.metrics = Metrics(self.worker)
         self._longest = max(map(len, self.text.vocabulary))  # characters of a token
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
@@ -143,9 +133,8 @@ class Server:
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""
-        return HTMLResponse(
-            page(self.name, self.spec, not self.worker.engine.drafter.remembers, self.text.has_chat)
-        )
+        traces = not self.worker.engine.drafter.remembers
+        return HTMLResponse(page(self.name, self.spec, traces, self.text.has_chat))
 
     async def health(self) -> Response:
         """200 while texts are made."""
@@ -157,7 +146,8 @@ class Server:
 
     async def figures(self) -> Response:
         """Figures for Prometheus."""
-        return Response(self.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+        text = generate_latest(self.metrics.registry)
+        return Response(text, media_type="text/plain; version=1.0.0; charset=utf-8")
 
     async def models(self) -> dict[str, Any]:
         """The models that are served: one."""
@@ -194,57 +184,52 @@ class Server:
             fault = f"the guesses of {self.spec!r} are of other requests' answers, which a trace would show"
             raise Refused(fault, param="trace")
         seed = secrets.randbits(53) if body.seed is None else body.seed
-        ticket = Ticket(self.worker, self.metrics)
+        form = Form(isinstance(body, ChatCompletion), self.name, seed, self.fingerprint, self.text)
+        form.usage = body.stream_options is not None and body.stream_options.include_usage
+        reply = (Events if body.stream else Whole)(self.worker, self.metrics, form, self.limits.seconds)
         loop = asyncio.get_running_loop()
         try:
             grammar = await self._grammar(body, request)
-            requests = await loop.run_in_executor(self._reader, self._requests, body, seed, ticket, grammar)
-            for each in requests:  # Python's hash of texts is keyed by a secret of the process
-                each.salt = hash((request.scope.get(API_KEY), body.prompt_cache_key))
-            ticket.submit(requests)
+            texts = await loop.run_in_executor(self._reader, self._texts, body, seed, reply, grammar)
+            for text in texts:  # Python's hash of texts is keyed by a secret of the process
+                text.salt = hash((request.scope.get(API_KEY), body.prompt_cache_key))
+            reply.submit(texts)
         except ValueError as error:
             raise Refused(str(error)) from error
         except Ended as error:
-            raise Refused(str(error), 503, "server_error") from error
+            raise Refused(str(error), 503) from error
         except Busy as error:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
-            raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
-        form = Form(isinstance(body, ChatCompletion), self.name, seed, self.fingerprint, self.text)
+            raise Refused(str(error), 429, Retry_After=wait) from error
         if isinstance(body, ChatCompletion):
             names = {tool["function"]["name"] for tool in body.offered}
-            form.calls = partial(Calls, names, body.parallel_tool_calls is not False) if names else None
+            form.calls = partial(Calls, names, body.parallel_tool_calls is not False)
         elif body.echo:
-            texts = [row if isinstance(row, str) else self.text.decode(row) for row in body.prompts]
-            form.echoes = [text for text in texts for _ in range(body.n or 1)]
-        if not body.stream:
-            return Whole(ticket, form, self.limits.seconds)
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return Events(ticket, form, self.limits.seconds, usage)
+            prompts = [row if isinstance(row, str) else self.text.decode(row) for row in body.prompts]
+            form.echoes = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        return reply
 
     async def _grammar(self, body: Body, request: Request) -> Grammar | None:
         """The grammar that is asked for, if one is, read while the client waits and others are answered.
         Raises ValueError; Refused if the client leaves, or after the time that a request may take."""
-        if not body.bounds:
+        bounds = {} if body.response_format is None else body.response_format.bounds
+        if not bounds:
             return None
-        ((kind, source),) = body.bounds.items()
+        ((kind, source),) = bounds.items()
         gone, eos, limit = threading.Event(), SamplingParams.of(self.target).eos, self.limits.seconds
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(self._grammars, self._read_grammar, kind, source, eos, gone)
-        left = asyncio.ensure_future(until_gone(request.receive))
-        waiting: list[asyncio.Future[Any]] = [reading, left]
         try:
-            await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                return await reading
-            if left.done():
-                request.scope["slipstream"]["ended"] = "the client left"
-                raise Refused("the client left", 499)
-            fault = f"the grammar could not be read in {limit:g} s, this server's limit"
-            raise Refused(fault, 504, "timeout", x_should_retry="false")  # it would take as long once more
+            fault = await given_up(reading, request.receive, limit)
         finally:
             gone.set()
-            left.cancel()
             reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if fault is None:
+            return await reading
+        if fault == GONE:
+            request.scope["slipstream"]["ended"] = fault
+            raise Refused(fault, 499)
+        raise timed_out(f"the grammar could not be read in {limit:g} s, this server's limit")
 
     def _read_grammar(self, kind: str, source: Any, eos: frozenset[int], gone: threading.Event) -> Grammar:
         """Most grammars take little. Those that take more are read again a few at a time, as there is not
@@ -256,50 +241,29 @@ class Server:
         with self._large:
             return read_grammar(self.target, kind, source, eos, limits, gone)
 
-    def _requests(self, body: Body, seed: int, ticket: Ticket, grammar: Grammar | None) -> list[TextRequest]:
+    def _texts(self, body: Body, seed: int, reply: Reply, grammar: Grammar | None) -> list[TextRequest]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
-        rows = [prompt for prompt in self._prompts(body) for _ in range(body.n or 1)]
-        config, chat = self.target.generation_config, isinstance(body, ChatCompletion)
-        limited = config.max_new_tokens is not None or config.max_length is not None
-        room = None if limited else self.context  # of a chat's answer where the request does not say
+        rows = [prompt for prompt in body.ids(self.target) for _ in range(body.n or 1)]
+        config, tokens = self.target.generation_config, body.max_tokens
+        if tokens is None and not isinstance(body, ChatCompletion):
+            tokens = COMPLETION_TOKENS
+        elif tokens is None and config.max_new_tokens is None and config.max_length is None:
+            tokens = self.context
         bias = [Bias.of(body.logit_bias, self.target.vocab)] if body.logit_bias else []
-        params = SamplingParams.of(
-            self.target,
-            body.tokens or (room if chat else COMPLETION_TOKENS),
-            seed=seed,
-            processors=bias,
-            grammar=grammar,
-            **body.sampling(),
-        )
-        fields: Any = {"streams": True, "plain": body.drafter == PLAIN, "tell": ticket.hear}
+        own = body.sampling() | {"seed": seed}
+        params = SamplingParams.of(self.target, tokens, processors=bias, grammar=grammar, **own)
+        fields: Any = {"streams": True, "plain": body.drafter == PLAIN, "tell": reply.hear}
         fields |= {"most_likely": body.most_likely, "traced": bool(body.trace)}
-        return [
-            params.request(i, prompt, self._limit(params, prompt, body.tokens), **fields)
-            for i, prompt in enumerate(rows)
-        ]
-
-    def _prompts(self, body: Body) -> list[list[int]]:
-        """The prompts of a request as tokens. Raises ValueError."""
-        if isinstance(body, ChatCompletion):
-            return [encode(self.target, body.turns, body.offered)]
-        rows = []
-        for prompt in body.prompts:
-            check_readable(prompt, "the prompt")
-            ids = self.text.ids(prompt, special=True) if isinstance(prompt, str) else prompt
-            if not ids:
-                raise ValueError("the prompt is empty: give at least one token")
-            rows.append(checked_ids(ids, self.target.vocab))
-        return rows
+        limits = [self._limit(params, prompt, body.max_tokens) for prompt in rows]
+        return [params.request(i, *row, **fields) for i, row in enumerate(zip(rows, limits, strict=True))]
 
     def _limit(self, params: SamplingParams, prompt: list[int], wanted: int | None) -> int:
         """The most tokens that an answer may have. Raises Refused if the context is too short."""
         room = self.context - len(prompt)
         if room < 1 or (wanted is not None and wanted > room):
             answer = "" if wanted is None else f" and the answer may have {wanted}"
-            fault = (
-                f"the prompt has {len(prompt)} tokens{answer}; this server takes at most {self.context} "
-                "tokens of prompt and answer together: shorten one of them"
-            )
+            fault = f"the prompt has {len(prompt)} tokens{answer}; this server takes at most {self.context} "
+            fault += "tokens of prompt and answer together: shorten one of them"
             raise Refused(fault, code="context_length_exceeded")
         return min(params.limit(prompt), room)
 
@@ -337,7 +301,7 @@ async def _failed(request: Request, error: Any) -> Response:
             detail = f"the body cannot be read as JSON: {str(cause).split(';')[0]}"
         error = Refused(detail, error.status_code, **(error.headers or {}))
     elif not isinstance(error, Refused):
-        error = Refused(f"{type(error).__name__}: {error}", 500, "server_error")
+        error = Refused(f"{type(error).__name__}: {error}", 500)
     return error.response()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,23 +25,14 @@ QUIET = ("/health", "/ready", "/metrics")  # what machines ask every few seconds
 
 @dataclass
 class Guard:
-    """Passes requests on to an application.
-
-    Attributes:
-        hosts: names, beside the loopback's, by which it may be asked, and whose pages may ask; None: any.
-        keys: of which requests under /v1 must give one as a bearer token; the scope then holds it as
-            `API_KEY`. None are needed where there are none.
-        body: bytes of a request, at most.
-        seconds: in which a body must have come.
-        log: takes a line of JSON for each request, which holds nothing of what was asked or said.
-    """
+    """Passes requests on to an application."""
 
     app: ASGIApp
-    hosts: Collection[str] | None
-    keys: Collection[str]
-    body: int
-    seconds: float
-    log: Callable[[str], Any] | None
+    hosts: Collection[str] | None  # who may be asked, and ask, beside the loopback's names; None: any
+    keys: Collection[str]  # of which requests under /v1 must give one as a bearer token, if there are any
+    body: int  # bytes of a request, at most
+    seconds: float  # in which a body must have come
+    log: Callable[[str], Any] | None  # takes a line of JSON for each request, without what was asked or said
     metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,8 +49,7 @@ class Guard:
 
         note = scope.setdefault("slipstream", {})
         try:
-            headers = dict(scope["headers"])
-            if refused := self._stranger(scope["headers"]) or self._refusal(scope, headers):
+            if refused := self._refusal(scope):
                 await refused.response()(scope, receive, watched)
             else:
                 await self.app(scope, self._limited(receive), watched)
@@ -72,10 +62,10 @@ class Guard:
                 line |= {"method": scope["method"], "path": scope["path"][:100], "status": status}
                 self.log(json.dumps(line | {"seconds": round(perf_counter() - began, 4)} | note))
 
-    def _stranger(self, headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:
+    def _refusal(self, scope: Scope) -> Refused | None:
         """A page on the internet can give its own name the loopback's address, and then read all answers. A
         browser always sends the name, and the page that asks."""
-        for header, value in headers if self.hosts is not None else ():
+        for header, value in scope["headers"] if self.hosts is not None else ():
             name = value.decode("latin-1")
             if header == b"host" and not self._knows(f"//{name}"):
                 fault = f"this server does not answer as {name[:60]!r}: ask 127.0.0.1, or start it with"
@@ -83,15 +73,7 @@ class Guard:
             if header == b"origin" and not self._knows(name):
                 fault = f"pages of {name[:60]!r} may not ask this server: start it with --allowed-host NAME"
                 return Refused(fault, 403, code="origin_not_allowed")
-        return None
-
-    def _knows(self, url: str) -> bool:
-        with suppress(ValueError):
-            name = host_name(url)
-            return name in (self.hosts or ()) or name == "localhost" or ip_address(name).is_loopback
-        return False
-
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
+        headers = dict(scope["headers"])
         if self.keys and scope["path"].startswith("/v1"):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             known = [key for key in self.keys if compare_digest(token.strip(), key.encode())]
@@ -103,6 +85,12 @@ class Guard:
         if length.isdigit() and int(length[:20]) > self.body:
             return Refused(TOO_LARGE.format(self.body), 413)
         return None
+
+    def _knows(self, url: str) -> bool:
+        with suppress(ValueError):
+            name = host_name(url)
+            return name in (self.hosts or ()) or name == "localhost" or ip_address(name).is_loopback
+        return False
 
     def _limited(self, receive: Receive) -> Receive:
         """Receives a body that must be small, and come soon."""

@@ -1,27 +1,24 @@
 """Figures for Prometheus, under vLLM's names where it has them, with a prefix of our own."""
 
-from collections.abc import Callable
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-from slipstream.serve.worker import Update, cached_tokens
+from slipstream.serve.worker import Update, Worker, cached_tokens
 
 SHORT = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)  # seconds
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class Metrics:
-    """What was served since the start.
+    """What was served since the start."""
 
-    Args:
-        running, waiting: texts at this moment.
-    """
-
-    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.registry = CollectorRegistry()
-        self._gauge("num_requests_running", "texts under way", running)
-        self._gauge("num_requests_waiting", "texts in the queue", waiting)
-        self._gauge("mean_accepted_length", "τ: tokens per target pass after the prompt's", self._tau)
+        for name, what, value in (
+            ("num_requests_running", "texts under way", lambda: worker.running),
+            ("num_requests_waiting", "texts in the queue", lambda: worker.waiting),
+            ("mean_accepted_length", "τ: tokens per target pass after the prompt's", self._tau),
+        ):
+            Gauge(f"slipstream:{name}", what, registry=self.registry).set_function(value)
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
         self.shared = self._counter("prompt_tokens_cached", "tokens of prompts that were not read again")
         self.tokens = self._counter("generation_tokens", "tokens of answers")
@@ -32,7 +29,7 @@ class Metrics:
         self.responses = self._counter("http_responses", "responses, by status", "status")
         self.queued = self._histogram("request_queue_time_seconds", "from arrival to the prompt's pass", LONG)
         self.first = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LONG)
-        self.each = self._histogram("time_per_output_token_seconds", "of each token after the first", SHORT)
+        self.later = self._histogram("time_per_output_token_seconds", "of each token after the first", SHORT)
         self.whole = self._histogram("e2e_request_latency_seconds", "from arrival to the last token", LONG)
         self._passes = self._kept = 0
         self.typical_seconds = 1.0  # of an answer, lately
@@ -53,21 +50,14 @@ class Metrics:
             self._passes += 1
             self._kept += update.step.kept
             for _ in range(update.tokens):
-                self.each.observe((update.at - since) / update.tokens)
+                self.later.observe((update.at - since) / update.tokens)
         if update.finish is not None:
             self.finished.labels(update.finish).inc()
             self.whole.observe(update.at - request.arrived)
             self.typical_seconds += 0.1 * (update.at - request.arrived - self.typical_seconds)
 
-    def text(self) -> bytes:
-        """All figures, as Prometheus reads them."""
-        return generate_latest(self.registry)
-
     def _tau(self) -> float:
         return self._kept / self._passes if self._passes else 1.0
-
-    def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
-        Gauge(f"slipstream:{name}", what, registry=self.registry).set_function(value)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"slipstream:{name}", what, labels, registry=self.registry)

@@ -89,7 +89,7 @@ class Loading:
         while (await receive()).get("more_body"):  # a client that still sends would lose the answer
             pass
         fault = f"the server is not ready yet: {self.doing}, {monotonic() - self._began:.0f} s so far"
-        refused = Refused(fault, 503, "server_error", code="loading", Retry_After="5")
+        refused = Refused(fault, 503, code="loading", Retry_After="5")
         await refused.response()(scope, receive, send)
 
     def __enter__(self) -> "Loading":

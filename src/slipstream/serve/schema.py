@@ -19,33 +19,29 @@ from pydantic import (
 from torch import Tensor
 from typing_extensions import TypeAliasType
 
-from slipstream.targets.prompts import checked_ids, message_of
+from slipstream.core.target import Target
+from slipstream.engine.sampling_params import SamplingOptions
+from slipstream.targets.prompts import check_readable, checked_ids, encode, message_of
 
 MOST_LIKELY = 20  # alternatives that may be asked for with each token
 STOPS, STOP_CHARACTERS = 16, 1024  # stop strings of a request, at most, and their characters in all
-ANY = object()
+ANY = (object(),)
+EMPTY: tuple[Any, ...] = ("", [], {}, False)
 
 # Fields that are not honoured, and the values with which they ask for nothing. `ANY`: they never change text.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": (ANY,),
     "modalities": (["text"],),
-    "prediction": (),
-    "prompt_cache_retention": (ANY,),
     "reasoning_effort": ("none",),
-    "safety_identifier": (ANY,),
-    "service_tier": (ANY,),
-    "store": (ANY,),
     "suffix": ("",),
     "tool_choice": ("auto",),
     "tools": ([],),
-    "user": (ANY,),
     "verbosity": ("medium",),
-    "web_search_options": (),
 }
+NEVER = ("metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+HARMLESS |= dict.fromkeys(NEVER, ANY)
 
 # Lists end at their first fault: a long one may hold thousands. In FastAPI they are less strict than others.
 Ids = TypeAliasType("Ids", Annotated[list[StrictInt], FailFast()])
@@ -66,6 +62,7 @@ class Strict(BaseModel):
     """A model that takes no other fields, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    harmless: ClassVar[dict[str, tuple[Any, ...]] | None] = None  # like `HARMLESS`; None of a field, too
 
     @model_validator(mode="before")
     @classmethod
@@ -74,14 +71,15 @@ class Strict(BaseModel):
         100,000, and each would be a fault."""
         if not isinstance(fields, Mapping):
             return fields
-        fields = {key: value for key, value in fields.items() if not cls._ignores(key, value)}
+        if (harmless := cls.harmless) is not None:
+            fields = {
+                key: value
+                for key, value in fields.items()
+                if not (value is None or harmless.get(key) is ANY or value in harmless.get(key, ()))
+            }
         known = {field.alias or name for name, field in cls.model_fields.items()}
         first = next((key for key in fields if key not in known), None)
         return {key: value for key, value in fields.items() if key == first or key in known}
-
-    @classmethod
-    def _ignores(cls, field: str, value: Any) -> bool:
-        return False
 
 
 class StreamOptions(Strict):
@@ -101,29 +99,18 @@ class TextPart(Strict):
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
-class Echoed(Strict):
-    """A part of an answer that clients send back, with fields that say nothing, or nothing new."""
-
-    known: ClassVar[tuple[str, ...]] = ()
-    empty: ClassVar[tuple[str, ...]] = ()  # fields that may stand there with nothing in them
-
-    @classmethod
-    def _ignores(cls, field: str, value: Any) -> bool:
-        return value is None or field in cls.known or (field in cls.empty and not value)
-
-
-class Called(Echoed):
+class Called(Strict):
     """The function of a call; `arguments` is JSON."""
 
-    known = ("parsed_arguments",)
+    harmless = {"parsed_arguments": ANY}
     name: str
     arguments: str
 
 
-class ToolCall(Echoed):
+class ToolCall(Strict):
     """A call that the assistant made."""
 
-    known = ("index",)
+    harmless = {"index": ANY}
     id: str
     type: Literal["function"] = "function"
     function: Called
@@ -149,11 +136,12 @@ ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
 
 
-class Message(Echoed):
+class Message(Strict):
     """One turn."""
 
-    known = ("parsed",)
-    empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+    # Clients send back all that an answer had.
+    harmless = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"), EMPTY)
+    harmless["parsed"] = ANY
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
     name: str | None = None
@@ -173,11 +161,6 @@ class Message(Echoed):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("a message needs content")
         return self
-
-    @property
-    def characters(self) -> int:
-        content = self.content or ""
-        return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -218,7 +201,7 @@ class ResponseFormat(Strict):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
+        """The argument of `generate` that says the same, if there is one."""
         if self.type == "json_object":
             return {"json_schema": {"type": "object"}}
         if self.json_schema is not None:
@@ -227,14 +210,9 @@ class ResponseFormat(Strict):
 
 
 class RequestBody(Strict):
-    """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
+    """What both kinds of requests may hold. What is not given comes from the target, as in `generate`."""
 
-    Attributes:
-        prompt_cache_key: requests of the same key alone share what is kept of prompts and answers.
-        drafter: "vanilla" decodes this request plainly. The text is the same, but for proposal=sampled.
-        trace: each event of a stream holds the tree of its round.
-    """
-
+    harmless = HARMLESS
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -251,14 +229,9 @@ class RequestBody(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    prompt_cache_key: str | None = None
-    drafter: str | None = None
-    trace: bool | None = None
-
-    @classmethod
-    def _ignores(cls, field: str, value: Any) -> bool:
-        harmless = HARMLESS.get(field, ())
-        return value is None or ANY in harmless or value in harmless
+    prompt_cache_key: str | None = None  # requests of one key share what is kept of prompts and answers
+    drafter: str | None = None  # "vanilla" decodes plainly: the same text, but for proposal=sampled
+    trace: bool | None = None  # each event of a stream holds the tree of its round
 
     @field_validator("stop")
     @classmethod
@@ -275,21 +248,10 @@ class RequestBody(Strict):
                 raise ValueError(f"{name} needs stream to be true")
         return self
 
-    @property
-    def tokens(self) -> int | None:
-        """The most tokens that an answer may have."""
-        return self.max_tokens
-
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The argument of `generate` that says what an answer may be, if there is one."""
-        return {} if self.response_format is None else self.response_format.bounds
-
     def sampling(self) -> dict[str, Any]:
-        """The other arguments of `generate`."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-        penalties = ("presence_penalty", "frequency_penalty")
-        return {name: getattr(self, name) for name in names} | {n: getattr(self, n) or 0.0 for n in penalties}
+        """Arguments of `generate`."""
+        names = SamplingOptions.__annotations__.keys() & RequestBody.model_fields
+        return {name: getattr(self, name) for name in names}
 
 
 class Completion(RequestBody):
@@ -322,6 +284,18 @@ class Completion(RequestBody):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt
 
+    def ids(self, target: Target) -> list[list[int]]:
+        """The prompts as tokens. Raises ValueError."""
+        assert target.text is not None
+        rows = []
+        for prompt in self.prompts:
+            check_readable(prompt, "the prompt")
+            ids = target.text.ids(prompt, special=True) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token")
+            rows.append(checked_ids(ids, target.vocab))
+        return rows
+
 
 class ChatCompletion(RequestBody):
     """The body of /v1/chat/completions: messages, through the target's chat template."""
@@ -335,20 +309,13 @@ class ChatCompletion(RequestBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 
     @model_validator(mode="after")
-    def _asks_for_probabilities(self) -> "ChatCompletion":
+    def _fits(self) -> "ChatCompletion":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_limit(self) -> "ChatCompletion":
         if None not in (two := {self.max_tokens, self.max_completion_tokens}) and len(two) > 1:
             raise ValueError("max_tokens is the older name of max_completion_tokens: give one of them")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
-
-    @property
-    def tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def most_likely(self) -> int | None:
@@ -356,12 +323,12 @@ class ChatCompletion(RequestBody):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        return [(sum(message.characters for message in self.messages), len(self.messages))]
+        contents = [message.content or "" for message in self.messages]
+        texts = [text if isinstance(text, str) else "".join(part.text for part in text) for text in contents]
+        return [(sum(map(len, texts)), len(texts))]
 
-    @property
-    def turns(self) -> list[dict[str, Any]]:
-        """The messages as `generate` takes them."""
-        return [message.turn for message in self.messages]
+    def ids(self, target: Target) -> list[list[int]]:
+        return [encode(target, [message.turn for message in self.messages], self.offered)]
 
     @property
     def offered(self) -> list[dict[str, Any]]:

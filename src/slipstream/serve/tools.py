@@ -18,30 +18,29 @@ class Calls:
         several: an answer may call more than once; otherwise the first call counts.
     """
 
-    def __init__(self, names: Collection[str], several: bool = True) -> None:
+    def __init__(self, names: Collection[str] = (), several: bool = True) -> None:
         self._names, self._several = names, several
         self._held = ""  # from the first call on, or what may become one
 
-    def push(self, text: str) -> str:
-        """Take a piece of the answer; returns what is certainly text."""
+    def part(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        """What the answer certainly says with this piece, and at its end what it calls. What is no call is
+        text, between and after calls, too."""
+        if not self._names:
+            return text, []
         self._held += text
-        if self._held.startswith(OPENS):
-            return ""
         at = self._held.find(OPENS)
         if at < 0:
             partial = (n for n in range(len(OPENS) - 1, 0, -1) if self._held.endswith(OPENS[:n]))
             at = len(self._held) - next(partial, 0)
         text, self._held = self._held[:at], self._held[at:]
-        return text
-
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the text, and the calls, once the answer has ended. What is no call is text, between
-        and after calls, too."""
+        if not ended:
+            return text, []
         calls = [_call(match[1]) for match in CALL.finditer(self._held)]
         known = [call for call in calls if call is not None and call["function"]["name"] in self._names]
         if known and len(known) == len(calls):
-            return CALL.sub("", self._held).strip(), known if self._several else known[:1]
-        return self._held, []
+            rest = CALL.sub("", self._held).strip()
+            return text + rest, known if self._several else known[:1]
+        return text + self._held, []
 
 
 def _call(text: str) -> dict[str, Any] | None:

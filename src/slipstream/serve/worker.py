@@ -64,31 +64,27 @@ class Update:
         return self.finish is not None or self.error is not None
 
 
+Post = Callable[[list[Update]], Any]
+
+
 class Worker:
     """Answers requests, `rows` at once, while others wait in a queue.
 
     Args:
-        capacity: tokens of the longest prompt and answer together.
+        longest: tokens of the longest prompt and answer together.
         queue: requests that may wait, at most.
         keep: tokens of texts whose caches are kept, for prompts that begin as they did.
         post: takes a pass's updates, and passes them on to `Request.tell`. It must not wait.
     """
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        rows: int,
-        capacity: int,
-        queue: int,
-        post: Callable[[list[Update]], Any],
-        keep: int = 0,
+        self, target: Target, drafter: Drafter, rows: int, longest: int, queue: int, post: Post, keep: int = 0
     ) -> None:
         self.queue, self.post = queue, post
         for texts in {*(n for n in LADDER if n < rows), rows}:
             policy(target, drafter, texts)  # measures what steps cost, unless it is known
         chooses, law = policy(target, drafter, rows), LAWS[drafter.law]
-        self.engine = Engine(target, drafter, law, rows, capacity, policy=chooses, keep=keep)
+        self.engine = Engine(target, drafter, law, rows, longest, policy=chooses, keep=keep)
         self._inbox, self._gone, self._closing = list[Request](), list[Request](), False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -163,23 +159,21 @@ class Worker:
 
     def _pass(self) -> None:
         """One pass of the engine, and its updates."""
+        engine = self.engine
         with self._changed:
-            self.engine.add(*self._inbox)
-            self.engine.cancel(*self._gone)
+            engine.add(*self._inbox)
+            engine.cancel(*self._gone)
             self._inbox, self._gone = [], []
-        before = replace(self.engine.seconds)
+        before = replace(engine.seconds)
         try:
-            requests = self.engine.step()
+            rows = enumerate(engine.step())
+            trees, seconds = cache(partial(PassTrees, engine.target, engine.span)), engine.seconds - before
+            updates = [self._update(row, it, trees, seconds) for row, it in rows if not it.cancelled]
         except Exception as error:
             updates = self._failed(error)
-        else:
-            seconds = self.engine.seconds - before
-            trees = cache(partial(PassTrees, self.engine.target, self.engine.span))
-            rows = enumerate(requests)
-            updates = [self._update(row, it, trees, seconds) for row, it in rows if not it.cancelled]
         if updates:
             self.post(updates)
-            self.engine.free()
+            engine.free()
 
     def _update(self, row: int, request: Request, trees: Callable[[], PassTrees], seconds: Seconds) -> Update:
         """What a pass brought a request, in this row. A failure is its own alone."""
