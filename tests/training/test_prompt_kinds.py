@@ -6,13 +6,13 @@ from itertools import islice
 import pytest
 
 import tiny
-from slipstream.training.generators import TextWriter, Written
+from slipstream.targets import HFTarget
+from slipstream.training.generators import TextRequest, TextWriter, Written
 from slipstream.training.prompt_kinds import (
     ABOUT,
     FREE,
     KINDS,
     TURNS,
-    PromptRow,
     check_kinds,
     opening_of,
     synthesize_prompts,
@@ -72,7 +72,7 @@ def test_prompts_begin_where_the_template_lets_a_user_speak(chat, monkeypatch):
     before = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
     assert opening_of(chat, before) == "u b a c</s> u "
     with pytest.raises(ValueError, match="no chat template"):
-        opening_of(tiny.target("llama"), [])
+        opening_of(HFTarget(tiny.reference("llama")), [])
     shouts = "{% for turn in messages %}{{ turn.content | upper }}{% endfor %}"
     monkeypatch.setattr(chat.text.tokenizer, "chat_template", shouts)
     with pytest.raises(ValueError, match="template changes a user's words"):  # was "substring not found"
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_too_long_is_left_out(wide, monkeypatch):
 def test_an_opening_that_fills_the_window_is_left_out(chat):
     """The run ended there, with the advice to shorten a prompt that nobody gave."""
     rows = [
-        answered(PromptRow([{"role": "user", "content": f"q {i}"}], "any"), LONG + " abcdefgh" * 8)
+        answered(TextRequest([{"role": "user", "content": f"q {i}"}], kind="any"), LONG + " abcdefgh" * 8)
         for i in range(9)
     ]
     writer = Counting()
@@ -161,7 +161,7 @@ def test_an_opening_that_fills_the_window_is_left_out(chat):
 
 def test_where_no_opening_of_a_batch_fits_the_next_is_written(chat):
     """The run ended with the word that there were no prompts."""
-    rows = [answered(PromptRow([{"role": "user", "content": "q"}], "any"), LONG + " abcdefgh" * 8)]
+    rows = [answered(TextRequest([{"role": "user", "content": "q"}], kind="any"), LONG + " abcdefgh" * 8)]
     made = synthesize_prompts(chat, Counting(), 4, 0.8, 1, 0, rows, ["any", "turns"])
     assert {question.kind for question in made} == {"any"}
 
@@ -177,7 +177,7 @@ def test_kinds_must_be_known_and_one_must_need_no_text():
 
 def test_nothing_is_written_about_an_answer_that_writes_a_special_token(chat):
     """In the raw text that the target goes on with it would have ended the earlier turn."""
-    rows = [answered(PromptRow([{"role": "user", "content": "q"}], "any"), "ab</s>")]
+    rows = [answered(TextRequest([{"role": "user", "content": "q"}], kind="any"), "ab</s>")]
     writer = Counting()
     made = [*synthesize_prompts(chat, writer, 5, 0.8, 1, 0, rows, ["any", "turns"])]
     assert {question.kind for question in made} == {"any"}

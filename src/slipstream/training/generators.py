@@ -42,15 +42,13 @@ SILENCE = 3600  # seconds that a reply may take: a busy server holds requests ba
 
 
 class TextRequest(NamedTuple):
-    """A conversation to answer, or raw text to go on with. A seed of None is drawn by the writer."""
+    """A conversation to answer, or raw text to go on with. A temperature of None is the next in turn; a seed
+    of None is drawn by the writer."""
 
     messages: Prompt
-    temperature: float
-    seed: int | None
-
-    def answered(self, written: "Written") -> "Written":
-        """An answer without white space around it. What follows raw text is kept as it is."""
-        return written if isinstance(self.messages, str) else Written(written.text.strip(), written.finished)
+    temperature: float | None = None
+    seed: int | None = None
+    kind: str | None = None
 
 
 class Written(NamedTuple):
@@ -78,9 +76,12 @@ class TextWriter(ABC):
         """The assistant's answers, and what follows raw texts, in order. `batch` are
         written at once, and taken from `requests` then."""
 
-    @abstractmethod
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
-        """A continuation of each raw text, up to its end token. White space at its start is kept."""
+        """A continuation of each raw text, special tokens in it included, up to its end token. White space at
+        its start is kept."""
+        seeds = [None if seed is None else wrapped(seed + i) for i in range(len(texts))]
+        requests = [TextRequest(text, temperature, own) for text, own in zip(texts, seeds, strict=True)]
+        return list(self.answer(requests, limit, max(len(texts), 1)))
 
 
 @final
@@ -109,16 +110,16 @@ class TargetWriter(TextWriter):
                 prompts = [read(self.target, some[i].messages) for i in group]
                 written = self._write(prompts, temperature, limit, some[group[0]].seed)
                 answers |= zip(group, written, strict=True)
-            yield from (request.answered(answers[i]) for i, request in enumerate(some))
+            yield from (answers[i] for i in range(len(some)))
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         assert self.target.text is not None
         return self._write([self.target.text.ids(text) for text in texts], temperature, limit, seed)
 
     def _write(
-        self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
+        self, prompts: list[list[int]], temperature: float | None, limit: int, seed: int | None
     ) -> list[Written]:
-        sampling: Any = {"temperature": temperature, "seed": seed or 0}
+        sampling: Any = {"temperature": temperature or 0.0, "seed": seed or 0}
         settings = SamplingParams.of(self.target, limit, **sampling)
         plain = settings.sampling == Sampling(**sampling) and not settings.stop
         if not (plain and BatchGenerator.serves(self.target)):
@@ -127,8 +128,8 @@ class TargetWriter(TextWriter):
         assert isinstance(self.target, HFTarget) and self.target.text is not None
         self._at_once = self._at_once or BatchGenerator(self.target, settings.eos)
         limit = settings.max_new_tokens or limit
-        texts = self._at_once.write(prompts, temperature, limit, settings.sampling.seed)
-        audit(self.target, prompts, texts, temperature)
+        texts = self._at_once.write(prompts, settings.sampling.temperature, limit, settings.sampling.seed)
+        audit(self.target, prompts, texts, settings.sampling.temperature)
         texts = [tokens[: settings.limit(prompt)] for prompt, tokens in zip(prompts, texts, strict=True)]
         return [Written(self.target.text.decode(tokens), tokens[-1] in settings.eos) for tokens in texts]
 
@@ -189,16 +190,14 @@ class ServerWriter(TextWriter):
 
     def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
         def one(request: TextRequest) -> Written:
-            messages = request.messages
-            raw = isinstance(messages, str)
-            body: dict[str, Any] = {"prompt" if raw else "messages": messages}
-            body |= {"temperature": request.temperature, "max_tokens": limit}
+            messages, settings = request.messages, {"temperature": request.temperature, "max_tokens": limit}
             try:
-                written = self._write("completions" if raw else "chat/completions", body, request.seed)
+                if isinstance(messages, str):
+                    return self._write("completions", {"prompt": messages, **settings}, request.seed)
+                return self._write("chat/completions", {"messages": messages, **settings}, request.seed)
             except ValueError as error:
                 last = messages if isinstance(messages, str) else messages[-1]["content"]
                 raise ValueError(f"{error}; it was asked {last!r:.80}") from error
-            return request.answered(written)
 
         pool, sent = ThreadPoolExecutor(batch), deque[Future[Written]]()
         try:
@@ -208,18 +207,12 @@ class ServerWriter(TextWriter):
                     yield sent.popleft().result()
             while sent:
                 yield sent.popleft().result()
-        finally:
+        except BaseException:
             self._ended.set()  # nobody waits any longer for a row of a full server
+            raise
+        finally:
             pool.shutdown(cancel_futures=True)
             self._ended.clear()
-
-    def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
-        def one(i: int) -> Written:
-            body = {"prompt": texts[i], "temperature": temperature, "max_tokens": limit}
-            return self._write("completions", body, None if seed is None else wrapped(seed + i))
-
-        with ThreadPoolExecutor(max(len(texts), 1)) as pool:  # the server batches concurrent requests
-            return list(pool.map(one, range(len(texts))))
 
     def _write(self, path: str, body: dict[str, Any], seed: int | None) -> Written:
         def read(reply: Any) -> Written:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import tee
+from itertools import takewhile, tee
 from os import PathLike, fspath
 from typing import Any
 
@@ -24,8 +24,16 @@ from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
-from slipstream.training.generators import Prompt, TargetWriter, TextRequest, TextWriter, wrapped, writer_of
-from slipstream.training.prompt_kinds import PromptRow, check_kinds, synthesize_prompts
+from slipstream.training.generators import (
+    Prompt,
+    TargetWriter,
+    TextRequest,
+    TextWriter,
+    Written,
+    wrapped,
+    writer_of,
+)
+from slipstream.training.prompt_kinds import check_kinds, prompt_of, synthesize_prompts
 from slipstream.training.resume import SOURCE, Row, answer_file
 
 LineProgress = Callable[[int, int], None]  # called with the lines in the file and their final number
@@ -86,30 +94,34 @@ class Writing:
         answered again as a whole, since what is drawn may depend on its neighbours."""
         return done - done % self.batch
 
-    def rows(self, questions: Iterable[PromptRow], done: int) -> Iterator[Row]:
+    def rows(self, questions: Iterable[TextRequest], done: int) -> Iterator[Row]:
         """The row of each question, in order, without the `done` rows that are in the file. The first
         question is that of row `first(done)`."""
 
-        def requests() -> Iterator[tuple[PromptRow, TextRequest]]:
+        def requests() -> Iterator[TextRequest]:
             for number, question in enumerate(questions, self.first(done)):
-                temperature = self.temperatures[number // self.batch % len(self.temperatures)]
-                if question.temperature is not None:
-                    temperature = question.temperature
+                temperature = question.temperature
+                if temperature is None:
+                    temperature = self.temperatures[number // self.batch % len(self.temperatures)]
                 seed = None if self.seed is None else wrapped(self.seed + number)
-                yield question, TextRequest(question.messages, temperature, seed)
+                yield question._replace(temperature=temperature, seed=seed)
 
         sent, answered = tee(requests())
-        answers = self.writer.answer((request for _, request in sent), self.max_new_tokens, self.batch)
+        answers = self.writer.answer(sent, self.max_new_tokens, self.batch)
         pairs = zip(answers, answered, strict=False)  # an answer first, for which its question is written
-        for number, (answer, (question, request)) in enumerate(pairs, self.first(done)):
-            if number < done:
-                continue
-            kind = {} if question.kind is None else {"kind": question.kind}
-            text: dict[str, Any] = {"prompt": question.messages, "completion": answer.text}
-            if not isinstance(question.messages, str):
-                text = {"messages": [*question.messages, {"role": "assistant", "content": answer.text}]}
-            row = {**SOURCE, "made": self.record, **kind, "temperature": request.temperature}
-            yield {**row, "finished": answer.finished, **text}
+        for number, (answer, request) in enumerate(pairs, self.first(done)):
+            if number >= done:
+                yield self._row(request, answer)
+
+    def _row(self, request: TextRequest, answer: Written) -> Row:
+        kind = {} if request.kind is None else {"kind": request.kind}
+        if isinstance(request.messages, str):
+            text: Row = {"prompt": request.messages, "completion": answer.text}
+        else:
+            said = {"role": "assistant", "content": answer.text.strip()}
+            text = {"messages": [*request.messages, said]}
+        row = {**SOURCE, "made": self.record, **kind, "temperature": request.temperature}
+        return {**row, "finished": answer.finished, **text}
 
 
 @public
@@ -161,12 +173,12 @@ def regenerate(
     writing = Writing(writer_of(writer, target), several(temperatures), max_new_tokens, batch, seed)
     fitting = _with_room(writing.writer, questions)
     with answer_file(out, writing.record) as (written, append):
-        answered = [row["prompt"] if "prompt" in row else _question(row["messages"]) for row in written]
+        answered = list(map(prompt_of, written))
         if answered != fitting[: len(answered)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
         progress(len(written), len(fitting))
         others = fitting[writing.first(len(written)) :] if len(written) < len(fitting) else []
-        for row in writing.rows(map(PromptRow, others), len(written)):
+        for row in writing.rows(map(TextRequest, others), len(written)):
             append(row)
             progress(len(written), len(fitting))
     return Answers(**made(), path=out, lines=len(fitting), discarded=len(questions) - len(fitting))
@@ -240,11 +252,11 @@ def synthesize(
     return Answers(**made(), path=out, lines=len(rows), discarded=len(crowded))
 
 
-def _question(messages: Prompt) -> Prompt:
-    if isinstance(messages, str):
-        return messages
-    turns = [message["role"] for message in messages]
-    return messages[: turns.index("assistant")] if "assistant" in turns else messages
+def _question(prompt: Prompt) -> Prompt:
+    """Raw text, or a conversation up to its first answer."""
+    if isinstance(prompt, str):
+        return prompt
+    return list(takewhile(lambda turn: turn["role"] != "assistant", prompt))
 
 
 def _with_room(writer: TextWriter, questions: Sequence[Prompt]) -> list[Prompt]:
