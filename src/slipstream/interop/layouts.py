@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, final
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -33,37 +35,9 @@ SIZES = [f.name for f in fields(LayerConfig)]
 # Keys of a layer that are read here.
 LAYER = {*SIZES, "num_hidden_layers", "vocab_size", "rope_parameters", "partial_rotary_factor", "qkv_bias",
          "model_type"} - {"output_bias"}  # fmt: skip
-# Keys of the target's config.json that a head's does not copy: they would change its layer.
-NOT_COPIED = {"rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window",
-              "use_sliding_window", "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path",
-              "transformers_version"}  # fmt: skip
 IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
-# Keys on files, tokens, training and limits, and on experts: a head with experts would have their tensors.
-_INERT = """
-architectures auto_map base_model_name_or_path modal_type model_type target_model_type dtype torch_dtype
-transformers_version speculators_version speculators_model_type speculators_config slipstream
-bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id image_token_id video_token_id
-audio_token_id vision_start_token_id vision_end_token_id mask_token_id attention_dropout hidden_dropout
-embd_pdrop resid_pdrop attn_pdrop dropout initializer_range use_cache max_position_embeddings
-original_max_position_embeddings max_window_layers tie_word_embeddings pretraining_tp id2label label2id
-problem_type is_encoder_decoder is_decoder output_attentions output_hidden_states return_dict
-chunk_size_feed_forward gradient_checkpointing attn_implementation num_experts num_local_experts
-num_experts_per_tok experts_per_token moe_intermediate_size norm_topk_prob decoder_sparse_step
-mlp_only_layers output_router_logits router_aux_loss_coef shared_expert_intermediate_size has_lm_head
-num_eagle_features num_aux_hidden_states num_target_layers ttt_length ttt_steps max_paths topk
-medusa_choices eagle_config.next_layer_regular eagle_config.parallel_draft_heads_num_layers
-"""
-INERT = set(_INERT.split())
-# Keys of which one value alone is implemented here.
-ONLY: Config = {
-    "is_causal": True,
-    "layer_types": ["full_attention"],
-    "eagle_config.use_aux_hidden_state": True,
-    "eagle_config.use_input_layernorm_in_first_layer": True,
-    "eagle_config.use_last_layernorm": True,
-    "eagle_config.parallel_draft_step": 1,
-    "eagle_config.eagle_decoder_type": "llama",
-}
+_KEYS = yaml.safe_load(Path(__file__).with_name("config_keys.yaml").read_text())
+NOT_COPIED, INERT, ONLY = frozenset(_KEYS["not_copied"]), frozenset(_KEYS["inert"]), _KEYS["only"]
 LLAMA = LlamaConfig().to_dict()
 
 
@@ -117,14 +91,15 @@ class Layout(ABC):
         return public
 
     def _described(self, head: HeadConfig) -> Config:
-        """What config.json copies from the target's, and the layer's sizes under Hugging Face's names."""
+        """What is copied from the target's config.json, and the layer's sizes under Hugging Face's names."""
         copied = {key: value for key, value in self.target.described.items() if key not in NOT_COPIED}
-        sizes = {name: getattr(head, name) for name in SIZES}
-        output_bias, scaling = sizes.pop("output_bias"), sizes.pop("rope_scaling")
-        if head.attention_bias and not output_bias:
+        sizes = {name: getattr(head, name) for name in SIZES if name not in ("output_bias", "rope_scaling")}
+        if head.attention_bias and not head.output_bias:
             sizes["qkv_bias"] = True
-        rope = {"rope_type": "default", **(scaling or {}), "rope_theta": head.rope_theta}
-        sizes |= {"rope_parameters": rope} | ({"rope_scaling": scaling} if scaling else {})
+        scaling = head.rope_scaling or {}
+        sizes["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": head.rope_theta}
+        if scaling:
+            sizes["rope_scaling"] = scaling
         return {**copied, "num_hidden_layers": 1, **sizes}
 
     def _layer(self, config: Config, tensors: Tensors) -> dict[str, Any]:
@@ -135,13 +110,14 @@ class Layout(ABC):
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
             raise ValueError(f"hidden_act {activation!r}; available: {', '.join(ACTIVATIONS)}")
+        stated = {name: value for name, value in config.items() if value is not None}
         heads = config["num_attention_heads"]
-        defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
-        sizes = {name: config[name] for name in SIZES if config.get(name) is not None}
-        biases = [config[name] for name in ("qkv_bias", "attention_bias") if config.get(name) is not None]
-        bias = bool(biases[0]) if biases else config.get("model_type") == "qwen2"
-        output_bias = any(name.endswith("self_attn.o_proj.bias") for name in tensors)
-        return {**defaults, **sizes, **_rope(config), "attention_bias": bias, "output_bias": output_bias}
+        sizes = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
+        sizes |= {name: stated[name] for name in SIZES if name in stated} | _rope(config)
+        default = stated.get("attention_bias", config.get("model_type") == "qwen2")
+        sizes["attention_bias"] = bool(stated.get("qkv_bias", default))
+        sizes["output_bias"] = any(name.endswith("self_attn.o_proj.bias") for name in tensors)
+        return sizes
 
 
 class EagleLayout(Layout):
@@ -166,15 +142,12 @@ class EagleLayout(Layout):
                 "head.inputs=shifted"
             )
         bias = {} if head.bias else {"bias": False}
-        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        return {**self._described(head), **bias, **llama}
+        return {**self._described(head), **bias, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
     def give(self, tensors: Tensors) -> Tensors:
         if "fc.bias" in tensors:
-            self.notes.append(
-                'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE '
-                "use it"
-            )
+            use = 'vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE use it'
+            self.notes.append(f"fc.bias: {use}")
         return tensors
 
 
@@ -242,20 +215,15 @@ class Eagle3Layout(Layout):
 
     def take(self, tensors: Tensors) -> Tensors:
         tensors = super().take(tensors)
-        t2d = tensors.pop("t2d", None)
-        if (
-            t2d is not None
-            and VOCAB in tensors
-            and not torch.equal(t2d.bool().nonzero()[:, 0], tensors[VOCAB])
-        ):
+        t2d, vocab = tensors.pop("t2d", None), tensors.get(VOCAB)
+        if t2d is not None and vocab is not None and not torch.equal(t2d.bool().nonzero()[:, 0], vocab):
             raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
         return tensors
 
     def give(self, tensors: Tensors) -> Tensors:
         public = super().give(tensors)
         if VOCAB in tensors:
-            ids = tensors[VOCAB].long()
-            public["t2d"] = torch.zeros(self.target.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+            public["t2d"] = torch.isin(torch.arange(self.target.vocab), tensors[VOCAB])
         return public
 
 
@@ -273,10 +241,8 @@ class SpeculatorsLayout(Eagle3Layout):
         return super().flat({**config.get("transformer_layer_config", {}), **sections})
 
     def sizes(self, config: Config, tensors: Tensors) -> Eagle3Config:
-        if "norm_before_residual" not in config:
-            self.notes.append(
-                "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
-            )
+        if (flag := "norm_before_residual") not in config:
+            self.notes.append(f"{flag}: absent, false as speculators has it; vLLM takes it as true")
         return super().sizes(config, tensors)
 
     def config(self, head: Eagle3Config, name: str) -> Config:
@@ -309,8 +275,7 @@ class MedusaLayout(Layout):
         shared, bias = "lm_heads.0.weight" not in tensors, "blocks.0.0.bias" in tensors
         if shared:
             self.notes.append("lm_heads: absent, the target's LM head is used at every depth")
-        H = tensors["blocks.0.0.weight"].shape[1]
-        drafted = len(tensors[VOCAB]) if VOCAB in tensors else self.target.vocab
+        H, drafted = tensors["blocks.0.0.weight"].shape[1], len(tensors.get(VOCAB, range(self.target.vocab)))
         Vd = drafted if shared else len(tensors["lm_heads.0.weight"])
         if self.target.width != H or Vd != drafted:
             raise ValueError(
@@ -538,14 +503,12 @@ def _rope(config: Config) -> dict[str, Any]:
     """Base and scaling of a head's rotary positions. Raises ValueError for one that is not known here."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind, old_kind = rope.pop("rope_type", None), rope.pop("type", None)
-    kind = kind or next((name for name in rope if isinstance(rope[name], dict)), old_kind or "default")
-    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if kind not in ("default", *SCALED) or partial != 1.0:
-        raise ValueError(
-            f"rope {kind!r} over {partial} of a head's width; available: default, {', '.join(SCALED)}, over "
-            "all of it"
-        )
+    kind, old_kind = rope.pop("rope_type", None), rope.pop("type", None) or "default"
+    kind = kind or next((name for name in rope if isinstance(rope[name], dict)), old_kind)
+    share = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if kind not in ("default", *SCALED) or share != 1.0:
+        known = f"default, {', '.join(SCALED)}, over all of it"
+        raise ValueError(f"rope {kind!r} over {share} of a head's width; available: {known}")
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
     length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")

@@ -115,7 +115,7 @@ def train(
         tree=method.head.tree,
         tau=state.best,
         trained_tokens=state.trained,
-        minutes=round(state.seconds / 60, 1),
+        minutes=state.minutes,
         history=state.history,
     )
 

@@ -63,6 +63,10 @@ class Progress:
     best: float = 0.0  # the highest predicted τ; the drafter directory holds the weights that reached it
     history: list[Evaluation] = field(default_factory=list)
 
+    @property
+    def minutes(self) -> float:
+        return round(self.seconds / 60, 1)
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -99,10 +103,9 @@ class Trainer:
         self, target: Target, recipe: Recipe, directory: str, resume: bool = False, force: bool = False
     ) -> None:
         self.target, self.recipe, self.home, self.stages = target, recipe, Path(directory), recipe.staged()
-        self._directory, self._resume, self._force = directory, resume, force
-        objective = METHODS[recipe.method].objective
-        assert objective is not None
-        self._method: type[Objective] = resolve_name(objective)
+        self._resume, self._force = resume, force
+        self._method: type[Objective] = resolve_name(str(METHODS[recipe.method].objective))
+        self._storage: torch.dtype = getattr(torch, recipe.head.storage)
         taps = recipe.head.reads(target.sizes.blocks)
         self._taps = taps if taps[-1:] == (FINAL,) else (*taps, FINAL)  # labels are last
         # One process reads features while the others wait.
@@ -116,9 +119,12 @@ class Trainer:
         self.checkpoint: str | None = None  # where the last one was made
         self._lock, self._saved = ExitStack(), None
         self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out questions
-        self._made_by: dict[str, Any] = {"target": target.fingerprint, "dtype": target.precision}
-        self._made_by |= {"processes": self.accelerator.num_processes}
-        self._made_by |= {"recipe": recipe.model_dump(mode="json")}
+        self._made_by = {
+            "target": target.fingerprint,
+            "dtype": target.precision,
+            "processes": self.accelerator.num_processes,
+            "recipe": recipe.model_dump(mode="json"),
+        }
         with self._claimed():
             if resume:
                 self._saved = read_checkpoint(self.home / STATE, self._made_by, self.home / RECIPE)
@@ -129,7 +135,7 @@ class Trainer:
         if not self.leads:
             yield
             return
-        directory, continues = self._directory, self._resume or self._force
+        directory, continues = self.home, self._resume or self._force
         start = getattr(self.recipe.head, "start", None)
         begun_as = [] if start is None else [find_drafter(start, self.target)]
         with claimed(directory, ("train",), continues, [self.target.source, *begun_as]):
@@ -143,27 +149,16 @@ class Trainer:
             yield
 
     def prepare(self, filling: Filling = lambda what, total: lambda n: None) -> None:
-        """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
-
-        Args:
-            filling: called with a name and a number of tokens when long work begins; it returns a
-                function to call with each number of tokens done.
-        """
+        """Read the data, let the target answer the held-out prompts, and begin or restore the objective."""
         with ExitStack() as lock, sdpa_kernel(BACKENDS):
             lock.enter_context(self._claimed())  # released if this fails
             self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
             self._rehearse()
-            recorded = self._known_answers()
-            if recorded is None:
-                prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
-                advance = filling("answering held-out prompts", len(prompts) * limit)
-                recorded = record(self.target, prompts, limit, self._taps)
-                advance(len(prompts) * limit)
-            taps = zip(recorded.tapped(self._taps), recorded.lengths, strict=True)
+            self.recorded, self._filling = self._known_answers() or self._record(filling), filling
+            taps = zip(self.recorded.tapped(self._taps), self.recorded.lengths, strict=True)
             features = torch.cat([states[:length] for states, length in taps])
             self.objective = self._method.begin(self.recipe, self.target, self._all, features)
             self.vocab_coverage = coverage(self._all, self.objective._vocab)
-            self.recorded, self._filling = recorded, filling
             if (saved := self._saved) is not None:
                 self.objective.load_state_dict(saved["objective"])
                 history = [Evaluation(**entry) for entry in saved["progress"]["history"]]
@@ -180,7 +175,7 @@ class Trainer:
         sample = torch.ones(8, width, dtype=self.target.dtype, device=self.target.device)
         with understood("this recipe"):
             objective = self._method.begin(self.recipe, self.target, self._all[:8], sample)
-            objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
+            objective.drafter(self.recipe.head.tree, self._storage)
             for stage in self.stages:
                 _adamw(objective, stage.optimizer)
 
@@ -192,6 +187,14 @@ class Trainer:
         texts = [(e.prompt, e.answer[: self._data.held_out_tokens]) for e in self._held_out]
         recorded = RecordedTarget(self.target, texts, self._taps)
         return recorded if recorded.greedy_share() > OWN else None
+
+    def _record(self, filling: Filling) -> RecordedTarget:
+        """The target's own answers to the held-out prompts."""
+        prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
+        advance = filling("answering held-out prompts", len(prompts) * limit)
+        recorded = record(self.target, prompts, limit, self._taps)
+        advance(len(prompts) * limit)
+        return recorded
 
     def _read_data(self, data: Data) -> None:
         accepted = self._force or self._resume  # a run that goes on has looked at them
@@ -319,9 +322,8 @@ class Trainer:
     def _evaluate(self, loss: float | None = None) -> None:
         """Predict τ, and save the drafter directory if it is the best so far."""
         self._check_weights()
-        progress, tree = self.progress, self.recipe.head.tree
-        storage = getattr(torch, self.recipe.head.storage)
-        drafter = self.objective.drafter(tree, storage)
+        progress = self.progress
+        drafter = self.objective.drafter(self.recipe.head.tree, self._storage)
         prediction = self.judge(drafter)
         acceptance = [round(a, 4) for a in prediction.acceptance]
         place = (progress.stage, progress.step, progress.trained, loss)
@@ -334,7 +336,8 @@ class Trainer:
         if better:
             config, tensors = drafter.pack()
             config["vocabulary"] = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
-            tensors |= self.objective.weights(storage)  # the drafter's were rounded to the target's precision
+            # The drafter's own were rounded to the target's precision.
+            tensors |= self.objective.weights(self._storage)
             about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), None)
             save_drafter(self.home, *about, force=True)
 
@@ -343,17 +346,16 @@ class Trainer:
         return (predict if self.objective.reads_features else decoded)(drafter, self.recorded)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
-        progress = self.progress
         predicted = {name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")}
         predicted |= {"tree": self.recipe.head.tree, "texts": len(self.recorded.tokens)}
         files = dict.fromkeys(Path(file).name for stage in self.stages for file in stage.data.files)
         return {
             "predicted": predicted,
-            "trained_tokens": progress.trained,
+            "trained_tokens": self.progress.trained,
             "examples": len(self._all),
-            "minutes": round(progress.seconds / 60, 1),
-            "stage": progress.stage,
-            "step": progress.step,
+            "minutes": self.progress.minutes,
+            "stage": self.progress.stage,
+            "step": self.progress.step,
             "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
             "data": [*files],
         }
