@@ -70,11 +70,7 @@ def custom_generate(
     arguments = _arguments()
     _check(arguments, generation_config)
     with lock(model.device):
-        target, assistant, streamer = (
-            _target(model, compile),
-            arguments["assistant_model"],
-            arguments["streamer"],
-        )
+        target, assistant = _target(model, compile), arguments["assistant_model"]
         target.model.generation_config = _per_row(generation_config)
         if seed is None:
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0

@@ -272,8 +272,7 @@ class Trainer:
         if self._saved is not None and self._saved["data"] not in (None, features.key):
             raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin anew")
         if self.leads and features.stored:
-            total = sum(len(self._all[i].tokens) for batch in batches[: features.stored] for i in batch)
-            features.fill(self._filling("reading features", total))
+            features.fill(self._filling("reading features", features.tokens))
         self.accelerator.wait_for_everyone()
         return features
 
