@@ -132,15 +132,11 @@ class EagleLayout(Layout):
         return EagleConfig(**self._layer(config, tensors), bias=has_bias)
 
     def config(self, head: EagleConfig, name: str) -> Config:
+        cannot = "which layout eagle cannot express: train one"
         if head.input_norm:
-            raise ValueError(
-                "this head has a norm before attention, which layout eagle cannot express: train one without"
-            )
+            raise ValueError(f"this head has a norm before attention, {cannot} without")
         if head.inputs != "shifted":
-            raise ValueError(
-                f"this head reads {head.inputs} inputs, which layout eagle cannot express: train one with "
-                "head.inputs=shifted"
-            )
+            raise ValueError(f"this head reads {head.inputs} inputs, {cannot} with head.inputs=shifted")
         bias = {} if head.bias else {"bias": False}
         return {**self._described(head), **bias, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -278,9 +274,9 @@ class MedusaLayout(Layout):
         H, drafted = tensors["blocks.0.0.weight"].shape[1], len(tensors.get(VOCAB, range(self.target.vocab)))
         Vd = drafted if shared else len(tensors["lm_heads.0.weight"])
         if self.target.width != H or Vd != drafted:
+            own = f"{self.target.vocab} and {self.target.width}"
             raise ValueError(
-                f"LM heads of {Vd} tokens and width {H}; this target has {self.target.vocab} and "
-                f"{self.target.width}: {FOR_ITS_TARGET}"
+                f"LM heads of {Vd} tokens and width {H}; this target has {own}: {FOR_ITS_TARGET}"
             )
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
@@ -316,9 +312,8 @@ class VLLMMedusaLayout(MedusaLayout):
     def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
         theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
         if theirs is not None and not close(theirs, lm_head_rows(self.target, tensors.get(VOCAB))):
-            raise ValueError(
-                f"original_lm_head=True, and lm_heads.0.weight is not this target's LM head: {FOR_ITS_TARGET}"
-            )
+            wrong = "original_lm_head=True, and lm_heads.0.weight is not this target's LM head"
+            raise ValueError(f"{wrong}: {FOR_ITS_TARGET}")
         return super().sizes(config, tensors)
 
     def config(self, head: MedusaConfig, name: str) -> Config:
@@ -352,10 +347,7 @@ class FastEagleLayout(Layout):
 
     keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS, "num_hidden_layers"}
     embedding, mark, d2t, tree = "none", f"{FASTEAGLE}$", True, "best-first-{depth}x8"
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.draft_vocab = target.vocab  # tokens of the head that was written
+    draft_vocab = 0  # tokens of the head that was written; 0: all
 
     def sizes(self, config: Config, tensors: Tensors) -> FastEagleConfig:
         depth, blocks = config.get("num_hidden_layers"), self.target.sizes.blocks
@@ -363,10 +355,10 @@ class FastEagleLayout(Layout):
         ids = config.get(IDS) or []
         if not (isinstance(depth, int) and depth > 0 and ids and all(0 <= i <= blocks for i in ids)):
             raise ValueError(f"num_hidden_layers={depth!r} and {IDS}={ids!r} name no layers of this target")
-        flags: Any = {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
         taps = tuple(FINAL if i == blocks else f"{INPUT}{i}" for i in ids)
         sizes: Any = self._layer(config | {"num_hidden_layers": 1}, tensors)
-        return FastEagleConfig(**sizes, taps=taps, depth=depth, **flags)
+        sizes |= {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
+        return FastEagleConfig(**sizes, taps=taps, depth=depth)
 
     def config(self, head: FastEagleConfig, name: str) -> Config:
         blocks = self.target.sizes.blocks
@@ -383,7 +375,8 @@ class FastEagleLayout(Layout):
             )
         config = self._described(head) | {"architectures": [FASTEAGLE], "model_type": "llama"}
         config |= {"tie_word_embeddings": False, "num_hidden_layers": head.depth, "cascade": head.cascade}
-        return config | {"input_norm": head.input_norm, "draft_vocab_size": self.draft_vocab, IDS: ids}
+        config |= {"input_norm": head.input_norm, "draft_vocab_size": self.draft_vocab or self.target.vocab}
+        return config | {IDS: ids}
 
     def take(self, tensors: Tensors) -> Tensors:
         tensors = super().take(tensors)
@@ -492,10 +485,8 @@ def _taps(config: Config, blocks: int) -> tuple[str, ...]:
     if not ids:
         return block_taps(blocks)
     if not all(0 <= i < blocks for i in ids) or ids != sorted(set(ids)):
-        raise ValueError(
-            f"the head reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}, and "
-            "engines read them in ascending order"
-        )
+        has = f"this target has blocks 0 to {blocks - 1}, and engines read them in ascending order"
+        raise ValueError(f"the head reads the inputs of blocks {ids}; {has}")
     return tuple(f"{INPUT}{i}" for i in ids)
 
 

@@ -73,14 +73,13 @@ class TextWriter(ABC):
 
     @abstractmethod
     def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
-        """The assistant's answers, and what follows raw texts, in order. `batch` are
-        written at once, and taken from `requests` then."""
+        """The assistant's answers, and what follows raw texts, in order. `batch` are written at once, and
+        taken from `requests` then."""
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         """A continuation of each raw text, special tokens in it included, up to its end token. White space at
         its start is kept."""
-        seeds = [None if seed is None else wrapped(seed + i) for i in range(len(texts))]
-        requests = [TextRequest(text, temperature, own) for text, own in zip(texts, seeds, strict=True)]
+        requests = [TextRequest(text, temperature, derived(seed, i)) for i, text in enumerate(texts)]
         return list(self.answer(requests, limit, max(len(texts), 1)))
 
 
@@ -99,7 +98,7 @@ class TargetWriter(TextWriter):
         return about | {"generation_config": target.manner}
 
     def has_room(self, prompt: Prompt) -> bool:
-        return has_room(self.target, prompt)
+        return len(self._ids(prompt)) < self.target.window
 
     def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
         waiting = iter(requests)
@@ -107,14 +106,23 @@ class TargetWriter(TextWriter):
             answers: dict[int, Written] = {}  # neighbours may differ in temperature, which a pass may not
             for temperature in dict.fromkeys(request.temperature for request in some):
                 group = [i for i, request in enumerate(some) if request.temperature == temperature]
-                prompts = [read(self.target, some[i].messages) for i in group]
+                prompts = [self._ids(some[i].messages) for i in group]
                 written = self._write(prompts, temperature, limit, some[group[0]].seed)
                 answers |= zip(group, written, strict=True)
-            yield from (answers[i] for i in range(len(some)))
+            yield from map(answers.__getitem__, range(len(some)))
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         assert self.target.text is not None
         return self._write([self.target.text.ids(text) for text in texts], temperature, limit, seed)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """Of a conversation, or of raw text as it stands. Raises ValueError as `encode` does."""
+        if not isinstance(prompt, str):
+            return encode(self.target, prompt)
+        text = self.target.text
+        if text is None or not (tokens := text.ids(prompt, special=True)):
+            raise ValueError(f"target {self.target.name} reads no tokens in the text {prompt!r:.80}")
+        return tokens
 
     def _write(
         self, prompts: list[list[int]], temperature: float | None, limit: int, seed: int | None
@@ -132,20 +140,6 @@ class TargetWriter(TextWriter):
         audit(self.target, prompts, texts, settings.sampling.temperature)
         texts = [tokens[: settings.limit(prompt)] for prompt, tokens in zip(prompts, texts, strict=True)]
         return [Written(self.target.text.decode(tokens), tokens[-1] in settings.eos) for tokens in texts]
-
-
-def read(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of a conversation, or of raw text as it stands. Raises ValueError as `encode` does."""
-    if not isinstance(prompt, str):
-        return encode(target, prompt)
-    if target.text is None or not (tokens := target.text.ids(prompt, special=True)):
-        raise ValueError(f"target {target.name} reads no tokens in the text {prompt!r:.80}")
-    return tokens
-
-
-def has_room(target: Target, prompt: Prompt) -> bool:
-    """Whether a prompt leaves room for an answer in the window. Raises ValueError as `read` does."""
-    return len(read(target, prompt)) < target.window
 
 
 @torch.inference_mode()
@@ -273,6 +267,6 @@ def writer_of(writer: "str | TextWriter | None", target: AnyTarget) -> TextWrite
     return ServerWriter(writer) if isinstance(writer, str) else writer
 
 
-def wrapped(seed: int) -> int:
-    """A seed derived from a user's by addition, brought back into 63 bits."""
-    return seed % 2**63
+def derived(seed: int | None, offset: int) -> int | None:
+    """A user's seed plus an offset, brought back into 63 bits; None stays None."""
+    return None if seed is None else (seed + offset) % 2**63

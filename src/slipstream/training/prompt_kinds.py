@@ -14,11 +14,11 @@ from slipstream.training.dedup import loops
 from slipstream.training.generators import (
     Messages,
     Prompt,
+    TargetWriter,
     TextRequest,
     TextWriter,
     Written,
-    has_room,
-    wrapped,
+    derived,
 )
 
 PLACE = "\u2983slipstream\u2984"  # a user's message that marks its place in the rendered template
@@ -120,12 +120,12 @@ def synthesize_prompts(
                 else:
                     counts[prompt.kind] -= UNUSED
             # No two batches share a seed.
-            drawn = None if seed is None else wrapped(seed + (start << 32) + i * batch)
+            drawn = derived(seed, (start << 32) + i * batch)
             i, tries = i + 1, tries + size
             answers = writer.go_on(texts, temperature, limit, drawn) if texts else []
             for prompt, answer in zip(begun, answers, strict=True):
                 whole = _whole(target, prompt, answer, raw)
-                if whole is not None and not has_room(target, whole):
+                if whole is not None and not TargetWriter(target).has_room(whole):
                     crowded.append(whole)
                     whole = None
                 taken = used | late if number >= done else used

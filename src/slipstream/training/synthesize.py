@@ -30,7 +30,7 @@ from slipstream.training.generators import (
     TextRequest,
     TextWriter,
     Written,
-    wrapped,
+    derived,
     writer_of,
 )
 from slipstream.training.prompt_kinds import check_kinds, prompt_of, synthesize_prompts
@@ -48,19 +48,14 @@ class Answers(Result):
     discarded: int = 0
 
     def __rich__(self) -> Text:
-        summary = f"{self.lines} answers in {self.path}"
-        if self.discarded:
-            summary += f"; prompts that left no room for an answer were discarded: {self.discarded}"
-        return Text(summary)
+        others = f"; prompts that left no room for an answer were discarded: {self.discarded}"
+        return Text(f"{self.lines} answers in {self.path}{others if self.discarded else ''}")
 
 
 @dataclass
 class Writing:
-    """A writer and its settings. Batches take the temperatures in turn. Raises ValueError.
-
-    A seed of None is 0 for a target. A server is sent none: vLLM's CPU build fails on seeds where a prompt is
-    read in two pieces.
-    """
+    """A writer and its settings. Batches take the temperatures in turn. A seed of None is 0 for a target; a
+    server is sent none, as vLLM's CPU build fails on seeds where a prompt is read in two pieces."""
 
     writer: TextWriter
     temperatures: Sequence[float]
@@ -103,8 +98,7 @@ class Writing:
                 temperature = question.temperature
                 if temperature is None:
                     temperature = self.temperatures[number // self.batch % len(self.temperatures)]
-                seed = None if self.seed is None else wrapped(self.seed + number)
-                yield question._replace(temperature=temperature, seed=seed)
+                yield question._replace(temperature=temperature, seed=derived(self.seed, number))
 
         sent, answered = tee(requests())
         answers = self.writer.answer(sent, self.max_new_tokens, self.batch)
@@ -114,14 +108,14 @@ class Writing:
                 yield self._row(request, answer)
 
     def _row(self, request: TextRequest, answer: Written) -> Row:
-        kind = {} if request.kind is None else {"kind": request.kind}
+        row = {**SOURCE, "made": self.record, "kind": request.kind, "temperature": request.temperature}
+        row["finished"] = answer.finished
+        if request.kind is None:
+            del row["kind"]
         if isinstance(request.messages, str):
-            text: Row = {"prompt": request.messages, "completion": answer.text}
-        else:
-            said = {"role": "assistant", "content": answer.text.strip()}
-            text = {"messages": [*request.messages, said]}
-        row = {**SOURCE, "made": self.record, **kind, "temperature": request.temperature}
-        return {**row, "finished": answer.finished, **text}
+            return {**row, "prompt": request.messages, "completion": answer.text}
+        reply = {"role": "assistant", "content": answer.text.strip()}
+        return {**row, "messages": [*request.messages, reply]}
 
 
 @public
@@ -140,9 +134,7 @@ def regenerate(
     progress: LineProgress = lambda lines, of: None,
 ) -> Answers:
     """Let the target answer the first questions of conversations, whose own answers are dropped, and go on
-    with raw texts.
-
-    Lines are appended batch by batch. A run continues what an interrupted one has written, and ends with the
+    with raw texts. Lines are appended batch by batch. A run continues an interrupted file, and ends with the
     same file as one that was never interrupted. A question that leaves no room for an answer is discarded.
 
     Args:
@@ -167,9 +159,8 @@ def regenerate(
     rows = conversations(source) if isinstance(source, (str, PathLike)) else source
     questions = list[Prompt](filter(None, map(_question, templated(evenly(rows, limit), several(systems)))))
     if not questions:
-        raise ValueError(
-            f"{len(rows)} conversations hold no question: give rows in which a user asks something"
-        )
+        fix = "give rows in which a user asks something"
+        raise ValueError(f"{len(rows)} conversations hold no question: {fix}")
     writing = Writing(writer_of(writer, target), several(temperatures), max_new_tokens, batch, seed)
     fitting = _with_room(writing.writer, questions)
     with answer_file(out, writing.record) as (written, append):
@@ -186,14 +177,15 @@ def regenerate(
 
 def conversations(path: str | PathLike[str]) -> list[Prompt]:
     """The conversations and raw texts of a file in any training shape. Raises ValueError for an empty one."""
-    rows = list(read_rows(fspath(path)))
-    if offering := [number for number, row in rows if "tools" in row]:
-        raise ValueError(
-            f"{path}, line {offering[0]}: regenerate offers no tools: leave them out, or train on this answer"
-        )
-    if not rows:
+    prompts = list[Prompt]()
+    for number, row in read_rows(fspath(path)):
+        if "tools" in row:
+            fix = "leave them out, or train on this answer"
+            raise ValueError(f"{path}, line {number}: regenerate offers no tools: {fix}")
+        prompts.append(row.get("messages") or row.get("prompt") or row.get("text", []))
+    if not prompts:
         raise ValueError(f"{path} has no rows: give questions, or raw texts to go on with")
-    return [row.get("messages") or row.get("prompt") or row.get("text", []) for _, row in rows]
+    return prompts
 
 
 def templated(rows: Sequence[Prompt], systems: Sequence[str]) -> list[Prompt]:
