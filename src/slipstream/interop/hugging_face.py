@@ -117,10 +117,10 @@ def _job(
             f"the prompt has {longest} tokens and the answer may have {limit}; {target.name} has a window "
             f"of {target.window} for both: give a smaller max_new_tokens"
         )
-    ends = {int(i) for each in criteria if isinstance(each, EosTokenCriteria) for i in each.eos_token_id}
+    ends = {int(i) for rule in criteria if isinstance(rule, EosTokenCriteria) for i in rule.eos_token_id}
     eos = sorted(i for i in ends if i < target.vocab)
     job = Job.of(target, prompts, max_new_tokens=limit, eos_token_ids=eos, **options)
-    called = [each for each in criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]
+    called = [rule for rule in criteria if not isinstance(rule, (EosTokenCriteria, MaxLengthCriteria))]
     for request, row in zip(job.requests, ids.tolist(), strict=True):
         request.ended = _criterion(called, row, ids.device) if called else None
     return job
@@ -216,9 +216,8 @@ def _unpadded(ids: Int[Tensor, "B T"], mask: Tensor | None) -> list[list[int]]:
         return list(ids.tolist())
     real = mask.bool()
     if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise ValueError(
-            "attention_mask masks tokens behind others: pad on the left (tokenizer.padding_side = 'left')"
-        )
+        fix = "pad on the left (tokenizer.padding_side = 'left')"
+        raise ValueError(f"attention_mask masks tokens behind others: {fix}")
     return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
 
 
@@ -229,6 +228,6 @@ def _criterion(
 
     def ended(tokens: list[int]) -> bool:
         ids = torch.tensor([prompt + tokens], device=device)
-        return any(bool(torch.as_tensor(each(ids, None)).any()) for each in criteria)
+        return any(bool(torch.as_tensor(rule(ids, None)).any()) for rule in criteria)
 
     return ended

@@ -90,7 +90,7 @@ class Layout(ABC):
             public["d2t"] = vocab.long() - torch.arange(len(vocab))
         return public
 
-    def _described(self, head: HeadConfig) -> Config:
+    def _described(self, head: HeadConfig, architecture: str) -> Config:
         """What is copied from the target's config.json, and the layer's sizes under Hugging Face's names."""
         copied = {key: value for key, value in self.target.described.items() if key not in NOT_COPIED}
         sizes = {name: getattr(head, name) for name in SIZES if name not in ("output_bias", "rope_scaling")}
@@ -100,7 +100,8 @@ class Layout(ABC):
         sizes["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": head.rope_theta}
         if scaling:
             sizes["rope_scaling"] = scaling
-        return {**copied, "num_hidden_layers": 1, **sizes}
+        llama = {"architectures": [architecture], "model_type": "llama"}
+        return {**copied, "num_hidden_layers": 1, **sizes, **llama}
 
     def _layer(self, config: Config, tensors: Tensors) -> dict[str, Any]:
         """Sizes of a head's one layer, checked against the target. Raises ValueError."""
@@ -137,8 +138,7 @@ class EagleLayout(Layout):
             raise ValueError(f"this head has a norm before attention, {cannot} without")
         if head.inputs != "shifted":
             raise ValueError(f"this head reads {head.inputs} inputs, {cannot} with head.inputs=shifted")
-        bias = {} if head.bias else {"bias": False}
-        return {**self._described(head), **bias, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return self._described(head, "LlamaForCausalLM") | ({} if head.bias else {"bias": False})
 
     def give(self, tensors: Tensors) -> Tensors:
         if "fc.bias" in tensors:
@@ -202,8 +202,7 @@ class Eagle3Layout(Layout):
                 f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in "
                 "ascending order: train one that reads those (head.taps)"
             )
-        config = self._described(head) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-        config |= {"tie_word_embeddings": False}
+        config = self._described(head, "LlamaForCausalLMEagle3") | {"tie_word_embeddings": False}
         config |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
         config |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
         config |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
@@ -274,10 +273,8 @@ class MedusaLayout(Layout):
         H, drafted = tensors["blocks.0.0.weight"].shape[1], len(tensors.get(VOCAB, range(self.target.vocab)))
         Vd = drafted if shared else len(tensors["lm_heads.0.weight"])
         if self.target.width != H or Vd != drafted:
-            own = f"{self.target.vocab} and {self.target.width}"
-            raise ValueError(
-                f"LM heads of {Vd} tokens and width {H}; this target has {own}: {FOR_ITS_TARGET}"
-            )
+            has = f"this target has {self.target.vocab} and {self.target.width}"
+            raise ValueError(f"LM heads of {Vd} tokens and width {H}; {has}: {FOR_ITS_TARGET}")
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
     def config(self, head: MedusaConfig, name: str) -> Config:
@@ -330,10 +327,9 @@ class VLLMMedusaLayout(MedusaLayout):
         if VOCAB in tensors:
             public["token_map"] = tensors[VOCAB].long()
             if "lm_heads.1.weight" in public:
-                self.notes.append(
-                    "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads "
-                    "of its own: for vLLM train one with head.draft_vocab=0"
-                )
+                fix = "not beside LM heads of its own: for vLLM train one with head.draft_vocab=0"
+                takes = "vLLM 0.32 takes one beside the target's LM head alone"
+                self.notes.append(f"token_map: {takes}, {fix}")
         return public
 
 
@@ -345,7 +341,7 @@ class FastEagleLayout(Layout):
     vocabulary, and the target's last norm, because engines hand over the final state before it.
     """
 
-    keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS, "num_hidden_layers"}
+    keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS}
     embedding, mark, d2t, tree = "none", f"{FASTEAGLE}$", True, "best-first-{depth}x8"
     draft_vocab = 0  # tokens of the head that was written; 0: all
 
@@ -369,14 +365,11 @@ class FastEagleLayout(Layout):
                 "ascending order, the final one last: train one that reads them so (head.taps)"
             )
         if head.rank:
-            raise ValueError(
-                "this head's laws know the token above them (head.rank), which vLLM's way of drafting cannot "
-                "express: train one with head.rank=0"
-            )
-        config = self._described(head) | {"architectures": [FASTEAGLE], "model_type": "llama"}
-        config |= {"tie_word_embeddings": False, "num_hidden_layers": head.depth, "cascade": head.cascade}
-        config |= {"input_norm": head.input_norm, "draft_vocab_size": self.draft_vocab or self.target.vocab}
-        return config | {IDS: ids}
+            cannot = "which vLLM's way of drafting cannot express: train one with head.rank=0"
+            raise ValueError(f"this head's laws know the token above them (head.rank), {cannot}")
+        config = self._described(head, FASTEAGLE) | {"tie_word_embeddings": False}
+        config |= {"num_hidden_layers": head.depth, "cascade": head.cascade, "input_norm": head.input_norm}
+        return config | {"draft_vocab_size": self.draft_vocab or self.target.vocab, IDS: ids}
 
     def take(self, tensors: Tensors) -> Tensors:
         tensors = super().take(tensors)

@@ -206,10 +206,8 @@ def _exported(
     in_config, embedding = {"tree": config["tree"]}, tensors.pop(EMBEDDING, None)
     if not writer.vocabulary and (vocab := tensors.pop(VOCAB, None)) is not None:
         in_config[VOCAB] = " ".join(map(str, vocab.tolist()))
-        writer.notes.append(
-            f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
-            f"these {len(vocab)}"
-        )
+        theirs = f"engines take candidates from all tokens, not these {len(vocab)}"
+        writer.notes.append(f"{VOCAB}: in config.json, where import finds it; {theirs}")
     public_tensors = writer.give(tensors)
     copied = _digest(_embedding(target)) if writer.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
@@ -219,9 +217,8 @@ def _exported(
     elif stored is not None:
         copy = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
         if _digest(copy) != stored:
-            raise ValueError(
-                f"drafter {name}: load the target in the precision this head was imported with (--dtype)"
-            )
+            fix = "load the target in the precision this head was imported with (--dtype)"
+            raise ValueError(f"drafter {name}: {fix}")
         public_tensors[EMBEDDING] = copy
         writer.notes.append(f"{EMBEDDING}: a copy of the target's")
     return public_tensors, in_config

@@ -204,8 +204,8 @@ class BatchGenerator:
             tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in some], device=self.device)
             pads = torch.tensor([width - len(p) for p in some], device=self.device)
             # Padding reads itself: a fully masked row is NaN.
-            seen = (slots <= slots[:, None]) & (slots >= pads[:, None, None]) | (slots == slots[:, None])
-            logits = self._logits(tokens, slots - pads[:, None], seen[:, None], batch)
+            visible = (slots <= slots[:, None]) & (slots >= pads[:, None, None]) | (slots == slots[:, None])
+            logits = self._logits(tokens, slots - pads[:, None], visible[:, None], batch)
             batch.pads[rows], batch.tokens[rows, width] = pads, self._choose(logits)
             batch.ended[rows] = torch.isin(batch.tokens[rows, width], self._eos)
 
@@ -216,9 +216,9 @@ class BatchGenerator:
         def step() -> None:
             batch.used = used
             token = batch.tokens.index_select(1, batch.next)
-            seen = (slots >= batch.pads[:, None]) & (slots <= batch.next)
+            visible = (slots >= batch.pads[:, None]) & (slots <= batch.next)
             positions = (batch.next - batch.pads)[:, None]
-            logits = self._logits(token, positions, seen[:, None, None], batch)
+            logits = self._logits(token, positions, visible[:, None, None], batch)
             token = torch.where(batch.ended, token[:, 0], self._choose(logits))
             batch.next.add_(1)
             batch.tokens.index_copy_(1, batch.next, token[:, None])
@@ -235,8 +235,8 @@ class BatchGenerator:
             x.copy_(was)
         return replay
 
-    def _logits(self, tokens: Tensor, positions: Tensor, seen: Tensor, batch: _Batch) -> Tensor:
-        mask = torch.zeros_like(seen, dtype=self.target.dtype).masked_fill_(~seen, -torch.inf)
+    def _logits(self, tokens: Tensor, positions: Tensor, visible: Tensor, batch: _Batch) -> Tensor:
+        mask = torch.zeros_like(visible, dtype=self.target.dtype).masked_fill_(~visible, -torch.inf)
         with sdpa_kernel(BACKENDS):
             out: Any = self.model(
                 input_ids=tokens,

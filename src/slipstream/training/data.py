@@ -67,10 +67,8 @@ def load_examples(
     answers at temperature 0 (`greedy`), also those of another target (`force`). Raises ValueError: a file or
     a line cannot be read (its number is given), another target wrote a row, or no assistant says anything."""
     if not paths:
-        raise ValueError(
-            "no training data: give --data FILE, or let the target write some: "
-            + suggested("synthesize --out answers.jsonl")
-        )
+        write = suggested("synthesize --out answers.jsonl")
+        raise ValueError(f"no training data: give --data FILE, or let the target write some: {write}")
     examples = []
     max_length = min(max_length, target.window)
     for path in paths:
@@ -83,11 +81,10 @@ def load_examples(
                 raise ValueError(f"{path}, line {number}: {error}") from error
     examples = [example for example in examples if sum(example.loss[2:])]
     if not examples:
-        raise ValueError(
-            f"{', '.join(paths)}: no assistant text to learn from: give rows in which an assistant answers "
-            f"within the first {max_length} tokens, or let the target write the "
-            f"answers: {suggested(f'regenerate {shlex.join(paths)} --out answers.jsonl')}"
-        )
+        write = suggested(f"regenerate {shlex.join(paths)} --out answers.jsonl")
+        fix = f"give rows in which an assistant answers within the first {max_length} tokens"
+        fix += f", or let the target write the answers: {write}"
+        raise ValueError(f"{', '.join(paths)}: no assistant text to learn from: {fix}")
     examples = [example for example in examples if example.greedy or not greedy]
     if not examples:
         raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
@@ -98,10 +95,8 @@ def _check_own(made_by: Any, target: Target) -> None:
     """Raise ValueError if a row says that another target wrote it."""
     if isinstance(made_by, dict) and made_by.get("fingerprint", target.fingerprint) != target.fingerprint:
         writer = f"target {made_by.get('target', 'unnamed')} ({made_by['fingerprint']})"
-        raise ValueError(
-            f"{writer} wrote it, and this target is {target.name} ({target.fingerprint}): give --target as "
-            "the data has it, or --force to learn another's answers"
-        )
+        fix = "give --target as the data has it, or --force to learn another's answers"
+        raise ValueError(f"{writer} wrote it, and this target is {target.name} ({target.fingerprint}): {fix}")
 
 
 def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -125,10 +120,8 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             bad.append(f"line {number} ({_reason(error)})")
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(
-            f"training data {path}: {'; '.join(bad[:5])}{more}: each line must be JSON of the form {SHAPES}: "
-            "mend or delete"
-        )
+        fix = f"each line must be JSON of the form {SHAPES}: mend or delete"
+        raise ValueError(f"training data {path}: {'; '.join(bad[:5])}{more}: {fix}")
     yield from rows
 
 
@@ -207,9 +200,8 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
             if answered == words.render([*messages[:i], without], ask=False, tools=tools):
                 raise ValueError(f"the chat template of {target.name} does not write {key}: leave it out")
         if not (asked.startswith(text) and answered.startswith(asked)):
-            raise ValueError(
-                "the chat template rewrites earlier turns: give rows of one question and one answer"
-            )
+            fix = "give rows of one question and one answer"
+            raise ValueError(f"the chat template rewrites earlier turns: {fix}")
         prompt, answer = words.ids(asked.behind(len(text))), words.ids(answered.behind(len(asked)))
         own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
         # Where a length limit cut the last answer, the target did not end it.

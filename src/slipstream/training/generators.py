@@ -135,7 +135,6 @@ class TargetWriter(TextWriter):
             return [Written(answer.text, answer.finish == "eos") for answer in answers]
         assert isinstance(self.target, HFTarget) and self.target.text is not None
         self._at_once = self._at_once or BatchGenerator(self.target, settings.eos)
-        limit = settings.max_new_tokens or limit
         texts = self._at_once.write(prompts, settings.sampling.temperature, limit, settings.sampling.seed)
         audit(self.target, prompts, texts, settings.sampling.temperature)
         texts = [tokens[: settings.limit(prompt)] for prompt, tokens in zip(prompts, texts, strict=True)]

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -20,6 +20,7 @@ from slipstream.training.generators import (
     Written,
     derived,
 )
+from slipstream.training.resume import Row
 
 PLACE = "\u2983slipstream\u2984"  # a user's message that marks its place in the rendered template
 ASK = "regenerate prompts.jsonl --out answers.jsonl"
@@ -33,6 +34,9 @@ TRIES = 30  # answers that are examined to find a fitting one
 FREE, ABOUT, TURNS = yaml.safe_load(Path(__file__).with_name("prompt_openings.yaml").read_text()).values()
 KINDS = FREE | ABOUT | TURNS
 TEXTS = ("any", "writing", "questions")  # kinds whose answers prompts of `ABOUT` follow
+
+
+Used = set[tuple[str, ...]]  # conversations, by what their turns say
 
 
 class Begun(NamedTuple):
@@ -63,13 +67,13 @@ def synthesize_prompts(
     temperature: float,
     batch: int,
     seed: int | None,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     kinds: Sequence[str] = ("any",),
     crowded: list[Prompt] | None = None,
 ) -> Iterator[TextRequest]:
-    """Prompts that the target writes when it continues its chat template from where a user's words begin.
-    Too short, too long, unfinished and repeated ones are discarded. Without a template they are the first
-    words of raw texts.
+    """Prompts that the target writes when it continues its chat template from where a user's words begin, or
+    without a template the first words of raw texts; of each kind about as many. Too short, too long,
+    unfinished and repeated ones are discarded.
 
     Prompts come in units of `batch`, each of which is drawn from the seed, the number of its first row and
     the rows before it alone. The unit in which `rows` end comes again as a whole.
@@ -77,18 +81,15 @@ def synthesize_prompts(
     Args:
         n: how many, together with those of `rows`.
         rows: the answered rows. New ones may be appended meanwhile: some kinds of prompts begin with them.
-        kinds: of which about equally many prompts are written.
         crowded: takes those that are discarded because they leave no room for an answer.
 
     Raises:
-        ValueError: the target does not write usable prompts; without a template, also for kinds that follow
-            an answer.
+        ValueError: the target writes no usable prompts; or none of its kinds, without a template.
     """
     raw = target.text is not None and not target.text.has_chat
     if raw and (other := [kind for kind in kinds if kind not in FREE]):
-        raise ValueError(
-            f"{other[0]} needs a chat template, which {target.name} lacks: {', '.join(FREE)} do not"
-        )
+        free = ", ".join(FREE)
+        raise ValueError(f"{other[0]} needs a chat template, which {target.name} lacks: {free} do not")
     opening_of(target, [])
     limit = min(FIRST, target.window // 2) if raw else WORDS[1]
     done, crowded = len(rows), [] if crowded is None else crowded
@@ -106,10 +107,8 @@ def synthesize_prompts(
         while number < end:
             if tries >= PATIENCE * batch:
                 what, own = ("beginnings of texts", "texts") if raw else ("prompts", "prompts")
-                raise ValueError(
-                    f"target {target.name} wrote {number} usable {what} and then none: raise the "
-                    f"temperature, or give {own} of your own: {suggested(ASK)}"
-                )
+                fix = f"raise the temperature, or give {own} of your own: {suggested(ASK)}"
+                raise ValueError(f"target {target.name} wrote {number} usable {what} and then none: {fix}")
             chance, size = random.Random(f"{seed} {start} {i}"), min(batch, 2 * (start + batch - number))
             begun, texts = list[Begun](), list[str]()
             for prompt in [_begin(counts, used, earlier, chance) for _ in range(size)]:
@@ -153,10 +152,8 @@ def opening_of(target: Target, before: Messages) -> str:
     rendered = text.render([*before, {"role": "user", "content": PLACE}], ask=False)
     opening, place, _ = rendered.partition(PLACE)
     if not place:
-        raise ValueError(
-            f"target {target.name}'s chat template changes a user's words, so that no prompts can be begun "
-            f"in it: {own}"
-        )
+        changes = "chat template changes a user's words, so that no prompts can be begun in it"
+        raise ValueError(f"target {target.name}'s {changes}: {own}")
     return opening
 
 
@@ -168,12 +165,7 @@ def _fits(target: Target, begun: Begun, text: str) -> bool:
     return len(target.text.ids(text)) <= max(target.window - WORDS[1], target.window // 2)
 
 
-def _begin(
-    counts: dict[str, float],
-    used: set[tuple[str, ...]],
-    rows: Sequence[dict[str, Any]],
-    chance: random.Random,
-) -> Begun:
+def _begin(counts: dict[str, float], used: Used, rows: Sequence[Row], chance: random.Random) -> Begun:
     """A prompt of the rarest kind that can be begun. It is counted, and what it continues is `used`."""
     for kind in sorted(counts, key=lambda kind: counts[kind]):
         words, before, text, temperature = chance.choice(KINDS[kind]), [], "", None
@@ -195,9 +187,7 @@ def _begin(
     raise AssertionError("a free kind can always be begun")
 
 
-def _earlier(
-    rows: Sequence[dict[str, Any]], chance: random.Random, kind: str, used: set[tuple[str, ...]]
-) -> dict[str, Any] | None:
+def _earlier(rows: Sequence[Row], chance: random.Random, kind: str, used: Used) -> Row | None:
     """A finished answer to go on from, or to write about, if one is found."""
     for row in (chance.choice(rows) for _ in range(TRIES if rows else 0)):
         answer = row["messages"][-1]["content"]
@@ -223,7 +213,7 @@ def _whole(target: Target, begun: Begun, answer: Written, raw: bool) -> Prompt |
     return None if long and len(target.text.ids(target.text.render(prompt, ask=True))) > LONGEST else prompt
 
 
-def prompt_of(row: dict[str, Any]) -> Prompt:
+def prompt_of(row: Row) -> Prompt:
     """What a row answers."""
     return row["prompt"] if "prompt" in row else row["messages"][:-1]
 

@@ -32,9 +32,8 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
             raise ValueError(f"recipe {path} is a {what}: write sections such as data: and loss:")
     in_file, asked = values.get("method"), given.get("method")
     if None not in (in_file, asked) and in_file != asked:
-        raise ValueError(
-            f"recipe {path} is for {in_file!r}: {suggested(f'train {in_file}')}, or a recipe for {asked!r}"
-        )
+        fix = f"{suggested(f'train {in_file}')}, or a recipe for {asked!r}"
+        raise ValueError(f"recipe {path} is for {in_file!r}: {fix}")
     kind = recipe_class(asked or in_file or "eagle", "train" if asked else f"recipe {path}")
     values = _without_others(values, kind)
     for override in overrides:

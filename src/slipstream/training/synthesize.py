@@ -108,10 +108,8 @@ class Writing:
                 yield self._row(request, answer)
 
     def _row(self, request: TextRequest, answer: Written) -> Row:
-        row = {**SOURCE, "made": self.record, "kind": request.kind, "temperature": request.temperature}
-        row["finished"] = answer.finished
-        if request.kind is None:
-            del row["kind"]
+        row: Row = {**SOURCE, "made": self.record} | ({"kind": request.kind} if request.kind else {})
+        row |= {"temperature": request.temperature, "finished": answer.finished}
         if isinstance(request.messages, str):
             return {**row, "prompt": request.messages, "completion": answer.text}
         reply = {"role": "assistant", "content": answer.text.strip()}
@@ -226,9 +224,8 @@ def synthesize(
             as many. Prompts of the last four are about answers before them.
 
     Raises:
-        ValueError: the target writes no usable prompts; a kind is unknown; the file
-            cannot be written, holds something else, or answers by another model or under other settings; or
-            another process writes it.
+        ValueError: the target writes no usable prompts; a kind is unknown; the file cannot be written, holds
+            something else, or answers by another model or under other settings; or another process writes it.
     """
     check_counts(prompts=prompts)
     out, target = _checked(out), loaded(target)

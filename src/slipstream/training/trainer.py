@@ -103,20 +103,21 @@ class Trainer:
         self, target: Target, recipe: Recipe, directory: str, resume: bool = False, force: bool = False
     ) -> None:
         self.target, self.recipe, self.home, self.stages = target, recipe, Path(directory), recipe.staged()
-        self._resume, self._force = resume, force
+        self._directory, self._resume, self._force = directory, resume, force
         self._method: type[Objective] = resolve_name(str(METHODS[recipe.method].objective))
         self._storage: torch.dtype = getattr(torch, recipe.head.storage)
         taps = recipe.head.reads(target.sizes.blocks)
         self._taps = taps if taps[-1:] == (FINAL,) else (*taps, FINAL)  # labels are last
-        # One process reads features while the others wait.
-        patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
-        on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
         AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
-        self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
+        self.accelerator = Accelerator(
+            mixed_precision=recipe.schedule.precision,
+            cpu=target.device.type == "cpu",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],  # while one reads features
+        )
         self.progress = Progress()
         self.leads = self.accelerator.is_main_process  # only this process writes
-        self._stop, self._data_key = 0, ""  # the signal to stop for; the key of the stage's features
         self.checkpoint: str | None = None  # where the last one was made
+        self._stop, self._data_key = 0, ""  # the signal to stop for; the key of the stage's features
         self._lock, self._saved = ExitStack(), None
         self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out questions
         self._made_by = {
@@ -135,11 +136,11 @@ class Trainer:
         if not self.leads:
             yield
             return
-        directory, continues = self.home, self._resume or self._force
+        home, directory, continues = self.home, self._directory, self._resume or self._force
         start = getattr(self.recipe.head, "start", None)
         begun_as = [] if start is None else [find_drafter(start, self.target)]
         with claimed(directory, ("train",), continues, [self.target.source, *begun_as]):
-            begun, drafts = (self.home / STATE).exists(), (self.home / "config.json").exists()
+            begun, drafts = (home / STATE).exists(), (home / "config.json").exists()
             if self._resume and not begun:
                 begin = "begin anew with --force" if drafts else "leave --resume out to begin"
                 raise ValueError(f"{directory} holds no checkpoint to resume: {begin}")
@@ -171,10 +172,10 @@ class Trainer:
 
     def _rehearse(self) -> None:
         """Make all that the recipe asks for once, before features take hours. Raises ValueError."""
-        width = sum(self.target.widths(self._taps))
-        sample = torch.ones(8, width, dtype=self.target.dtype, device=self.target.device)
+        target, width = self.target, sum(self.target.widths(self._taps))
+        sample = torch.ones(8, width, dtype=target.dtype, device=target.device)
         with understood("this recipe"):
-            objective = self._method.begin(self.recipe, self.target, self._all[:8], sample)
+            objective = self._method.begin(self.recipe, target, self._all[:8], sample)
             objective.drafter(self.recipe.head.tree, self._storage)
             for stage in self.stages:
                 _adamw(objective, stage.optimizer)
@@ -210,11 +211,8 @@ class Trainer:
 
     def run(self, show: Show = lambda figures: None) -> Progress:
         """Train to the end. Ctrl-C and SIGTERM leave a checkpoint to resume from. Then their own handlers are
-        called: that of Ctrl-C raises KeyboardInterrupt.
-
-        Raises:
-            ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
-        """
+        called: that of Ctrl-C raises KeyboardInterrupt. Raises ValueError: a checkpoint cannot be written, or
+        training diverges. The last checkpoint stays."""
         with self._lock, sdpa_kernel(BACKENDS), memory_kept():
             self._write_recipe()
             for stage in range(self.progress.stage, len(self.stages)):
@@ -260,12 +258,10 @@ class Trainer:
         """The features of the stage's data, cached as far as the recipe allows."""
         if recipe.data != self._data:
             self._read_data(recipe.data)
-        batches = pack(self._all, recipe.schedule.batch_tokens)
-        if len(batches) < self.accelerator.num_processes:
-            raise ValueError(
-                f"{len(batches)} batches are too few for {self.accelerator.num_processes} processes: "
-                "give more data, or lower schedule.batch_tokens"
-            )
+        batches, processes = pack(self._all, recipe.schedule.batch_tokens), self.accelerator.num_processes
+        if len(batches) < processes:
+            fix = "give more data, or lower schedule.batch_tokens"
+            raise ValueError(f"{len(batches)} batches are too few for {processes} processes: {fix}")
         taps = self._taps if self._method.reads_features else ()
         features = Features(self.target, self._all, batches, taps, int(recipe.features.disk_gib * 2**30))
         self._data_key = features.key
@@ -321,12 +317,11 @@ class Trainer:
     def _evaluate(self, loss: float | None = None) -> None:
         """Predict τ, and save the drafter directory if it is the best so far."""
         self._check_weights()
-        progress = self.progress
-        drafter = self.objective.drafter(self.recipe.head.tree, self._storage)
+        progress, drafter = self.progress, self.objective.drafter(self.recipe.head.tree, self._storage)
         prediction = self.judge(drafter)
-        acceptance = [round(a, 4) for a in prediction.acceptance]
+        tau, acceptance = round(prediction.tau, 4), [round(share, 4) for share in prediction.acceptance]
         place = (progress.stage, progress.step, progress.trained, loss)
-        progress.history.append(Evaluation(*place, round(prediction.tau, 4), acceptance))
+        progress.history.append(Evaluation(*place, tau, acceptance))
         better, progress.best = prediction.tau > progress.best, max(progress.best, prediction.tau)
         if not self.leads:
             return
@@ -335,8 +330,7 @@ class Trainer:
         if better:
             config, tensors = drafter.pack()
             config["vocabulary"] = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
-            # The drafter's own were rounded to the target's precision.
-            tensors |= self.objective.weights(self._storage)
+            tensors |= self.objective.weights(self._storage)  # not rounded to the target's precision
             about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), None)
             save_drafter(self.home, *about, force=True)
 
