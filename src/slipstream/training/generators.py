@@ -80,7 +80,7 @@ class TextWriter(ABC):
         """A continuation of each raw text, special tokens in it included, up to its end token. White space at
         its start is kept."""
         requests = [TextRequest(text, temperature, derived(seed, i)) for i, text in enumerate(texts)]
-        return list(self.answer(requests, limit, max(len(texts), 1)))
+        return list(self.answer(requests, limit, len(texts)))
 
 
 @final
