@@ -224,16 +224,18 @@ def _served(
         job |= {name: str(home / name) for name in ("target", "head", "plain", "drafted", "tensors")}
         (home / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, (str(WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
-        words, environment = [python, str(WORKER), str(home / "job.json")], os.environ | {"PYTHONPATH": path}
-        try:
-            worker = subprocess.run(words, capture_output=True, text=True, env=environment)
-        except OSError as error:
-            raise ValueError(f"--python {python} cannot be run: {error.strerror}: {INSTALL}") from error
-        if worker.returncode:
-            last = " | ".join([line for line in worker.stderr.splitlines() if line.strip()][-6:])
-            raise ValueError(f"vLLM ({python}) stopped with exit code {worker.returncode}: {last}")
-        if not os.path.exists(job["drafted"]):
-            raise ValueError(f"--python {python} is no interpreter with vLLM in it: {INSTALL}")
+        for part in ("plain", "drafted", "tensors"):
+            words = [python, str(WORKER), str(home / "job.json"), part]
+            try:
+                how: Any = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": path}}
+                worker = subprocess.run(words, **how)
+            except OSError as error:
+                raise ValueError(f"--python {python} cannot be run: {error.strerror}: {INSTALL}") from error
+            if worker.returncode:
+                last = " | ".join([line for line in worker.stderr.splitlines() if line.strip()][-6:])
+                raise ValueError(f"vLLM ({python}) stopped with exit code {worker.returncode}: {last}")
+            if not os.path.exists(job[part]):
+                raise ValueError(f"--python {python} is no interpreter with vLLM in it: {INSTALL}")
         plain, drafted = (json.loads(Path(job[name]).read_text()) for name in ("plain", "drafted"))
         return plain, drafted, load_file(job["tensors"])
 
