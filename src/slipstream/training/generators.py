@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, NamedTuple, TypeVar, final
 from urllib.error import HTTPError
 
@@ -22,12 +23,13 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.engine.generate import generate
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.files import evenly, note
+from slipstream.files import check_counts, check_given, evenly, is_whole, note
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.batch_generation import BatchGenerator
+from slipstream.training.resume import SOURCE, Row
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
@@ -269,3 +271,66 @@ def writer_of(writer: "str | TextWriter | None", target: AnyTarget) -> TextWrite
 def derived(seed: int | None, offset: int) -> int | None:
     """A user's seed plus an offset, brought back into 63 bits; None stays None."""
     return None if seed is None else (seed + offset) % 2**63
+
+
+@dataclass
+class Writing:
+    """A writer and its settings. Batches take the temperatures in turn. A seed of None is 0 for a target; a
+    server is sent none, as vLLM's CPU build fails on seeds where a prompt is read in two pieces."""
+
+    writer: TextWriter
+    temperatures: Sequence[float]
+    max_new_tokens: int
+    batch: int
+    seed: int | None
+    prompt_temperature: float | None = None
+    kinds: Sequence[str] = ("any",)
+
+    def __post_init__(self) -> None:
+        check_given(temperatures=self.temperatures)
+        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch)
+        if self.seed is None and isinstance(self.writer, TargetWriter):
+            self.seed = 0
+        for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
+            Sampling(temperature=temperature, seed=self.seed or 0)
+        for name, value in vars(self).items():  # rows record them as JSON, which has no NumPy
+            if is_whole(value):
+                setattr(self, name, int(value))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The model and the settings, as each row records them."""
+        kinds = None if [*self.kinds] == ["any"] else [*self.kinds]  # earlier versions knew no kinds
+        record = {**self.writer.about, **vars(self), "temperatures": [*self.temperatures], "kinds": kinds}
+        return {name: value for name, value in record.items() if name != "writer" and value is not None}
+
+    def first(self, done: int) -> int:
+        """The row from which a file with `done` rows continues: the first of its last batch. A batch is
+        answered again as a whole, since what is drawn may depend on its neighbours."""
+        return done - done % self.batch
+
+    def rows(self, questions: Iterable[TextRequest], done: int) -> Iterator[Row]:
+        """The row of each question, in order, without the `done` rows that are in the file. The first
+        question is that of row `first(done)`."""
+
+        def requests() -> Iterator[TextRequest]:
+            for number, question in enumerate(questions, self.first(done)):
+                temperature = question.temperature
+                if temperature is None:
+                    temperature = self.temperatures[number // self.batch % len(self.temperatures)]
+                yield question._replace(temperature=temperature, seed=derived(self.seed, number))
+
+        sent, answered = tee(requests())
+        answers = self.writer.answer(sent, self.max_new_tokens, self.batch)
+        pairs = zip(answers, answered, strict=False)  # an answer first, for which its question is written
+        for number, (answer, request) in enumerate(pairs, self.first(done)):
+            if number >= done:
+                yield self._row(request, answer)
+
+    def _row(self, request: TextRequest, answer: Written) -> Row:
+        row: Row = {**SOURCE, "made": self.record} | ({"kind": request.kind} if request.kind else {})
+        row |= {"temperature": request.temperature, "finished": answer.finished}
+        if isinstance(request.messages, str):
+            return {**row, "prompt": request.messages, "completion": answer.text}
+        reply = {"role": "assistant", "content": answer.text.strip()}
+        return {**row, "messages": [*request.messages, reply]}

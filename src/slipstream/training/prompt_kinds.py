@@ -16,7 +16,7 @@ from slipstream.training.generators import (
     Prompt,
     TargetWriter,
     TextRequest,
-    TextWriter,
+    Writing,
     Written,
     derived,
 )
@@ -61,15 +61,7 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 
 def synthesize_prompts(
-    target: Target,
-    writer: TextWriter,
-    n: int,
-    temperature: float,
-    batch: int,
-    seed: int | None,
-    rows: Sequence[Row],
-    kinds: Sequence[str] = ("any",),
-    crowded: list[Prompt] | None = None,
+    target: Target, writing: Writing, n: int, rows: Sequence[Row], crowded: list[Prompt]
 ) -> Iterator[TextRequest]:
     """Prompts that the target writes when it continues its chat template from where a user's words begin, or
     without a template the first words of raw texts; of each kind about as many. Too short, too long,
@@ -86,14 +78,14 @@ def synthesize_prompts(
     Raises:
         ValueError: the target writes no usable prompts; or none of its kinds, without a template.
     """
-    raw = target.text is not None and not target.text.has_chat
+    raw, kinds = target.text is not None and not target.text.has_chat, writing.kinds
+    batch, temperature = writing.batch, writing.prompt_temperature or 0.0
     if raw and (other := [kind for kind in kinds if kind not in FREE]):
         free = ", ".join(FREE)
         raise ValueError(f"{other[0]} needs a chat template, which {target.name} lacks: {free} do not")
     opening_of(target, [])
     limit = min(FIRST, target.window // 2) if raw else WORDS[1]
-    done, crowded = len(rows), [] if crowded is None else crowded
-    begin = done - done % batch
+    done, begin = len(rows), writing.first(len(rows))
     per_kind = Counter(row.get("kind") for row in rows[:begin])
     known = {key for row in rows[:begin] for key in _keys(prompt_of(row))}
     late = {_key(prompt_of(row)) for row in rows[begin:]}  # a server may write others than these now
@@ -109,7 +101,8 @@ def synthesize_prompts(
                 what, own = ("beginnings of texts", "texts") if raw else ("prompts", "prompts")
                 fix = f"raise the temperature, or give {own} of your own: {suggested(ASK)}"
                 raise ValueError(f"target {target.name} wrote {number} usable {what} and then none: {fix}")
-            chance, size = random.Random(f"{seed} {start} {i}"), min(batch, 2 * (start + batch - number))
+            chance = random.Random(f"{writing.seed} {start} {i}")
+            size = min(batch, 2 * (start + batch - number))
             begun, texts = list[Begun](), list[str]()
             for prompt in [_begin(counts, used, earlier, chance) for _ in range(size)]:
                 text = opening_of(target, prompt.before) + prompt.text
@@ -119,9 +112,9 @@ def synthesize_prompts(
                 else:
                     counts[prompt.kind] -= UNUSED
             # No two batches share a seed.
-            drawn = derived(seed, (start << 32) + i * batch)
+            seed = derived(writing.seed, (start << 32) + i * batch)
             i, tries = i + 1, tries + size
-            answers = writer.go_on(texts, temperature, limit, drawn) if texts else []
+            answers = writing.writer.go_on(texts, temperature, limit, seed) if texts else []
             for prompt, answer in zip(begun, answers, strict=True):
                 whole = _whole(target, prompt, answer, raw)
                 if whole is not None and not TargetWriter(target).has_room(whole):

@@ -1,40 +1,21 @@
 """Training data that the target writes: answers to given prompts, and prompts from its own chat template."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile, tee
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from os import PathLike, fspath
 from typing import Any
 
 from rich.text import Text
 
-from slipstream.core.sampling import Sampling
-from slipstream.files import (
-    STANDARD,
-    check_counts,
-    check_given,
-    check_writable,
-    evenly,
-    is_whole,
-    several,
-    written_to,
-)
+from slipstream.files import STANDARD, check_counts, check_writable, evenly, several, written_to
 from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
-from slipstream.training.generators import (
-    Prompt,
-    TargetWriter,
-    TextRequest,
-    TextWriter,
-    Written,
-    derived,
-    writer_of,
-)
+from slipstream.training.generators import Prompt, TextRequest, TextWriter, Writing, writer_of
 from slipstream.training.prompt_kinds import check_kinds, prompt_of, synthesize_prompts
-from slipstream.training.resume import SOURCE, Row, answer_file
+from slipstream.training.resume import answer_file
 
 LineProgress = Callable[[int, int], None]  # called with the lines in the file and their final number
 
@@ -50,70 +31,6 @@ class Answers(Result):
     def __rich__(self) -> Text:
         others = f"; prompts that left no room for an answer were discarded: {self.discarded}"
         return Text(f"{self.lines} answers in {self.path}{others if self.discarded else ''}")
-
-
-@dataclass
-class Writing:
-    """A writer and its settings. Batches take the temperatures in turn. A seed of None is 0 for a target; a
-    server is sent none, as vLLM's CPU build fails on seeds where a prompt is read in two pieces."""
-
-    writer: TextWriter
-    temperatures: Sequence[float]
-    max_new_tokens: int
-    batch: int
-    seed: int | None
-    prompt_temperature: float | None = None
-    kinds: Sequence[str] = ("any",)
-
-    def __post_init__(self) -> None:
-        check_given(temperatures=self.temperatures)
-        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch)
-        check_kinds(self.kinds)
-        if self.seed is None and isinstance(self.writer, TargetWriter):
-            self.seed = 0
-        for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
-            Sampling(temperature=temperature, seed=self.seed or 0)
-        for name, value in vars(self).items():  # rows record them as JSON, which has no NumPy
-            if is_whole(value):
-                setattr(self, name, int(value))
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The model and the settings, as each row records them."""
-        kinds = None if [*self.kinds] == ["any"] else [*self.kinds]  # earlier versions knew no kinds
-        record = {**self.writer.about, **vars(self), "temperatures": [*self.temperatures], "kinds": kinds}
-        return {name: value for name, value in record.items() if name != "writer" and value is not None}
-
-    def first(self, done: int) -> int:
-        """The row from which a file with `done` rows continues: the first of its last batch. A batch is
-        answered again as a whole, since what is drawn may depend on its neighbours."""
-        return done - done % self.batch
-
-    def rows(self, questions: Iterable[TextRequest], done: int) -> Iterator[Row]:
-        """The row of each question, in order, without the `done` rows that are in the file. The first
-        question is that of row `first(done)`."""
-
-        def requests() -> Iterator[TextRequest]:
-            for number, question in enumerate(questions, self.first(done)):
-                temperature = question.temperature
-                if temperature is None:
-                    temperature = self.temperatures[number // self.batch % len(self.temperatures)]
-                yield question._replace(temperature=temperature, seed=derived(self.seed, number))
-
-        sent, answered = tee(requests())
-        answers = self.writer.answer(sent, self.max_new_tokens, self.batch)
-        pairs = zip(answers, answered, strict=False)  # an answer first, for which its question is written
-        for number, (answer, request) in enumerate(pairs, self.first(done)):
-            if number >= done:
-                yield self._row(request, answer)
-
-    def _row(self, request: TextRequest, answer: Written) -> Row:
-        row: Row = {**SOURCE, "made": self.record} | ({"kind": request.kind} if request.kind else {})
-        row |= {"temperature": request.temperature, "finished": answer.finished}
-        if isinstance(request.messages, str):
-            return {**row, "prompt": request.messages, "completion": answer.text}
-        reply = {"role": "assistant", "content": answer.text.strip()}
-        return {**row, "messages": [*request.messages, reply]}
 
 
 @public
@@ -229,13 +146,13 @@ def synthesize(
     """
     check_counts(prompts=prompts)
     out, target = _checked(out), loaded(target)
-    chosen, kinds = writer_of(writer, target), several(kinds)
-    writing = Writing(chosen, several(temperatures), max_new_tokens, batch, seed, prompt_temperature, kinds)
+    check_kinds(kinds := several(kinds))
+    writer, temperatures = writer_of(writer, target), several(temperatures)
+    writing = Writing(writer, temperatures, max_new_tokens, batch, seed, prompt_temperature, kinds)
     with answer_file(out, writing.record) as (rows, append):
         progress(len(rows), prompts)
         crowded: list[Prompt] = []
-        settings = (prompt_temperature, batch, writing.seed, rows, kinds, crowded)
-        for row in writing.rows(synthesize_prompts(target, chosen, prompts, *settings), len(rows)):
+        for row in writing.rows(synthesize_prompts(target, writing, prompts, rows, crowded), len(rows)):
             append(row)
             progress(len(rows), prompts)
     return Answers(**made(), path=out, lines=len(rows), discarded=len(crowded))
