@@ -6,13 +6,13 @@ from itertools import islice
 import pytest
 
 import tiny
-from slipstream.training.generators import TextWriter, Written
+from slipstream.targets import HFTarget
+from slipstream.training.generators import TextRequest, TextWriter, Writing, Written
 from slipstream.training.prompt_kinds import (
     ABOUT,
     FREE,
     KINDS,
     TURNS,
-    PromptRow,
     check_kinds,
     opening_of,
     synthesize_prompts,
@@ -47,6 +47,10 @@ class Counting(Known):
         return [Written(f" thing {first + i}", True) for i in range(len(texts))]
 
 
+def prompts(target, writer, n, batch, seed, rows, kinds=("any",)):
+    return synthesize_prompts(target, Writing(writer, [0.0], 8, batch, seed, 0.8, kinds), n, rows, [])
+
+
 def answered(question, answer=LONG, temperature=0.7, finished=True):
     messages = [*question.messages, {"role": "assistant", "content": answer}]
     if question.temperature is not None:
@@ -56,7 +60,7 @@ def answered(question, answer=LONG, temperature=0.7, finished=True):
 
 def test_unusable_prompts_are_thrown_away(chat):
     writer = Known("abcd", "", "ab", "abcd", "cut off!", "efgh")
-    made = synthesize_prompts(chat, writer, 2, 0.8, 6, 0, [])
+    made = prompts(chat, writer, 2, 6, 0, [])
     assert [question.messages for question in made] == [
         [{"role": "user", "content": text}] for text in ("abcd", "efgh")
     ]
@@ -64,7 +68,7 @@ def test_unusable_prompts_are_thrown_away(chat):
 
 def test_a_target_that_writes_nothing_usable_is_said_so(chat):
     with pytest.raises(ValueError, match="wrote 0 usable prompts"):
-        list(synthesize_prompts(chat, Known(""), 2, 0.8, 6, 0, []))
+        list(prompts(chat, Known(""), 2, 6, 0, []))
 
 
 def test_prompts_begin_where_the_template_lets_a_user_speak(chat, monkeypatch):
@@ -72,7 +76,7 @@ def test_prompts_begin_where_the_template_lets_a_user_speak(chat, monkeypatch):
     before = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
     assert opening_of(chat, before) == "u b a c</s> u "
     with pytest.raises(ValueError, match="no chat template"):
-        opening_of(tiny.target("llama"), [])
+        opening_of(HFTarget(tiny.reference("llama")), [])
     shouts = "{% for turn in messages %}{{ turn.content | upper }}{% endfor %}"
     monkeypatch.setattr(chat.text.tokenizer, "chat_template", shouts)
     with pytest.raises(ValueError, match="template changes a user's words"):  # was "substring not found"
@@ -84,11 +88,11 @@ def test_no_seed_is_used_twice(chat):
     that goes on began with a seed that the one before it had come past."""
     writer, rows = Counting(), []
     for n in (4, 12, 30):
-        rows += map(answered, synthesize_prompts(chat, writer, n, 0.8, 4, 7, rows))
+        rows += map(answered, prompts(chat, writer, n, 4, 7, rows))
     assert len(rows) == 30
     assert len(writer.seeds) == len(set(writer.seeds)) >= 30
     unseeded = Counting()
-    list(synthesize_prompts(chat, unseeded, 5, 0.8, 4, None, []))
+    list(prompts(chat, unseeded, 5, 4, None, []))
     assert unseeded.begun
     assert not unseeded.seeds
 
@@ -104,7 +108,7 @@ def wide(chat, monkeypatch):
 
 def test_kinds_are_balanced_and_steered(wide):
     rows = []
-    for question in synthesize_prompts(wide, Counting(), 90, 0.8, 9, 0, rows, [*KINDS]):
+    for question in prompts(wide, Counting(), 90, 9, 0, rows, [*KINDS]):
         rows.append(answered(question))
     assert set(Counter(row["kind"] for row in rows).values()) == {10}
     for row in rows:
@@ -120,7 +124,7 @@ def test_kinds_are_balanced_and_steered(wide):
 
 def test_a_conversation_goes_on_once_and_at_its_temperature(wide):
     rows, made = [], ["any", "turns"]
-    for question in synthesize_prompts(wide, Counting(), 40, 0.8, 4, 0, rows, made):
+    for question in prompts(wide, Counting(), 40, 4, 0, rows, made):
         assert question.temperature == (0.7 if question.kind == "turns" else None)
         rows.append(answered(question))
     begun = [str(row["messages"][:-2]) for row in rows if row["kind"] == "turns"]
@@ -130,9 +134,7 @@ def test_a_conversation_goes_on_once_and_at_its_temperature(wide):
 @pytest.mark.parametrize("bad", [{"finished": False}, {"answer": "la la la " * 40}])
 def test_nothing_is_written_about_answers_that_were_cut_or_loop(wide, bad):
     rows = []
-    for question in synthesize_prompts(
-        wide, Counting(), 30, 0.8, 6, 0, rows, ["writing", "summaries", "turns"]
-    ):
+    for question in prompts(wide, Counting(), 30, 6, 0, rows, ["writing", "summaries", "turns"]):
         rows.append(answered(question, **bad))
     assert {row["kind"] for row in rows} == {"writing"}
 
@@ -140,9 +142,7 @@ def test_nothing_is_written_about_answers_that_were_cut_or_loop(wide, bad):
 def test_a_prompt_that_is_too_long_is_left_out(wide, monkeypatch):
     monkeypatch.setattr("slipstream.training.prompt_kinds.LONGEST", 100)
     rows = []
-    for question in islice(
-        synthesize_prompts(wide, Counting(), 30, 0.8, 6, 0, rows, ["any", "summaries"]), 12
-    ):
+    for question in islice(prompts(wide, Counting(), 30, 6, 0, rows, ["any", "summaries"]), 12):
         rows.append(answered(question))
     assert {row["kind"] for row in rows} == {"any"}
 
@@ -150,19 +150,19 @@ def test_a_prompt_that_is_too_long_is_left_out(wide, monkeypatch):
 def test_an_opening_that_fills_the_window_is_left_out(chat):
     """The run ended there, with the advice to shorten a prompt that nobody gave."""
     rows = [
-        answered(PromptRow([{"role": "user", "content": f"q {i}"}], "any"), LONG + " abcdefgh" * 8)
+        answered(TextRequest([{"role": "user", "content": f"q {i}"}], kind="any"), LONG + " abcdefgh" * 8)
         for i in range(9)
     ]
     writer = Counting()
-    made = [*synthesize_prompts(chat, writer, 9 + 6, 0.8, 4, 0, rows, ["any", "turns"])]
+    made = [*prompts(chat, writer, 9 + 6, 4, 0, rows, ["any", "turns"])]
     assert {question.kind for question in made} == {"any"}
     assert max(len(chat.text.ids(text)) for text in writer.begun) <= chat.window // 2
 
 
 def test_where_no_opening_of_a_batch_fits_the_next_is_written(chat):
     """The run ended with the word that there were no prompts."""
-    rows = [answered(PromptRow([{"role": "user", "content": "q"}], "any"), LONG + " abcdefgh" * 8)]
-    made = synthesize_prompts(chat, Counting(), 4, 0.8, 1, 0, rows, ["any", "turns"])
+    rows = [answered(TextRequest([{"role": "user", "content": "q"}], kind="any"), LONG + " abcdefgh" * 8)]
+    made = prompts(chat, Counting(), 4, 1, 0, rows, ["any", "turns"])
     assert {question.kind for question in made} == {"any"}
 
 
@@ -177,8 +177,8 @@ def test_kinds_must_be_known_and_one_must_need_no_text():
 
 def test_nothing_is_written_about_an_answer_that_writes_a_special_token(chat):
     """In the raw text that the target goes on with it would have ended the earlier turn."""
-    rows = [answered(PromptRow([{"role": "user", "content": "q"}], "any"), "ab</s>")]
+    rows = [answered(TextRequest([{"role": "user", "content": "q"}], kind="any"), "ab</s>")]
     writer = Counting()
-    made = [*synthesize_prompts(chat, writer, 5, 0.8, 1, 0, rows, ["any", "turns"])]
+    made = [*prompts(chat, writer, 5, 1, 0, rows, ["any", "turns"])]
     assert {question.kind for question in made} == {"any"}
     assert not any("</s>" in text for text in writer.begun)

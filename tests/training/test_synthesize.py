@@ -54,7 +54,7 @@ def test_a_target_answers_a_batch_at_once_whatever_its_temperatures(chat, monkey
     made = list(TargetWriter(chat).answer(asked, 8, 6))
     assert sizes == [3, 3, 1]
     greedy = [generate(chat, rows[:1], max_new_tokens=8).text.strip() for rows in ROWS[::2]]
-    assert [answer.text for answer in made[::2]] == greedy
+    assert [answer.text.strip() for answer in made[::2]] == greedy
 
 
 def test_a_question_is_asked_under_each_template():

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +21,7 @@ from transformers.generation import (
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import lock
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.engine.generate import Job, Streamer
+from slipstream.engine.generate import Job
 from slipstream.engine.request import Request
 from slipstream.spec import Named
 from slipstream.targets import HFTarget
@@ -71,20 +70,36 @@ def custom_generate(
     arguments = _arguments()
     _check(arguments, generation_config)
     with lock(model.device):
-        target = _target(model, compile)
+        target, assistant = _target(model, compile), arguments["assistant_model"]
         target.model.generation_config = _per_row(generation_config)
         if seed is None:
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
-        drafter = drafter or _assistant(arguments["assistant_model"], target) or "auto"
-        options = {"drafter": drafter, "seed": seed, "processors": list(arguments["logits_processor"] or ())}
-        job = _job(target, input_ids, prepared.get("attention_mask"), stopping_criteria, options)
-    columns = Columns(job.requests, generation_config._pad_token_tensor, arguments["streamer"])
+        if not drafter and assistant is not None:
+            drafter = DraftModel(_target(assistant, compile), target)
+        options = {"seed": seed, "processors": list(arguments["logits_processor"] or ())}
+        mask = prepared.get("attention_mask")
+        job = _job(target, input_ids, mask, stopping_criteria, drafter=drafter or "auto", **options)
+    streamer, streamed, pad = arguments["streamer"], 0, generation_config._pad_token_tensor
     for _ in job.steps():
-        columns.stream()
-    ids: Any = torch.cat([input_ids, columns.padded().to(input_ids.device)], 1)
-    if arguments["streamer"] is not None:
-        arguments["streamer"].end()
+        if streamer is not None:  # gets the columns that no row still lacks, one by one
+            under_way = [len(request.tokens) for request in job.requests if request.finish is None]
+            end = min(under_way) if under_way else None
+            columns = _columns(job.requests, pad, end)
+            for column in columns[:, streamed:].T:
+                streamer.put(column)
+            streamed = max(streamed, columns.shape[1])
+    ids: Any = torch.cat([input_ids, _columns(job.requests, pad).to(input_ids.device)], 1)
+    if streamer is not None:
+        streamer.end()
     return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
+
+
+def _per_row(config: Any) -> Any:
+    """generation_config without what is done outside: rows are repeated already, criteria are called."""
+    config = copy(config)
+    config.num_return_sequences = 1
+    config.max_time = config.stop_strings = None
+    return config
 
 
 def _job(
@@ -92,7 +107,7 @@ def _job(
     ids: Int[Tensor, "B T"],
     mask: Tensor | None,
     stopping: StoppingCriteriaList,
-    options: dict[str, Any],
+    **options: Any,
 ) -> Job:
     """What `generate` would do. Raises ValueError."""
     prompts, criteria = _unpadded(ids, mask), list[Any](stopping)
@@ -102,42 +117,24 @@ def _job(
             f"the prompt has {longest} tokens and the answer may have {limit}; {target.name} has a window "
             f"of {target.window} for both: give a smaller max_new_tokens"
         )
-    ends = {int(i) for each in criteria if isinstance(each, EosTokenCriteria) for i in each.eos_token_id}
-    options |= {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
-    job = Job.of(target, prompts, **options)
-    called = [each for each in criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]
+    ends = {int(i) for rule in criteria if isinstance(rule, EosTokenCriteria) for i in rule.eos_token_id}
+    eos = sorted(i for i in ends if i < target.vocab)
+    job = Job.of(target, prompts, max_new_tokens=limit, eos_token_ids=eos, **options)
+    called = [rule for rule in criteria if not isinstance(rule, (EosTokenCriteria, MaxLengthCriteria))]
     for request, row in zip(job.requests, ids.tolist(), strict=True):
         request.ended = _criterion(called, row, ids.device) if called else None
     return job
 
 
-@dataclass
-class Columns:
-    """Answers as Hugging Face gives them: a column for each token, padded where a row has ended."""
-
-    requests: Sequence[Request]
-    pad: Tensor | None
-    streamer: Streamer | None
-    streamed: int = 0
-
-    def stream(self) -> None:
-        """Give the streamer the columns that no row still lacks, one by one."""
-        if self.streamer is None:
-            return
-        under_way = [len(each.tokens) for each in self.requests if each.finish is None]
-        end = min(under_way) if under_way else max(len(each.tokens) for each in self.requests)
-        for column in self.padded(end)[:, self.streamed :].T:
-            self.streamer.put(column)
-        self.streamed = max(self.streamed, end)
-
-    def padded(self, end: int | None = None) -> Int[Tensor, "B T2"]:
-        """The first columns, default all. Raises ValueError where there is no padding token."""
-        rows = [request.tokens[:end] for request in self.requests]
-        longest = max(map(len, rows))
-        if self.pad is None and any(len(row) < longest for row in rows):
-            raise ValueError("answers have different lengths, and there is no pad_token_id: give one")
-        filler = 0 if self.pad is None else int(self.pad)
-        return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+def _columns(requests: Sequence[Request], pad: Tensor | None, end: int | None = None) -> Int[Tensor, "B T2"]:
+    """The first columns of the answers, default all, one for each token, padded where a row has ended. Raises
+    ValueError where there is no padding token."""
+    rows = [request.tokens[:end] for request in requests]
+    longest = max(map(len, rows))
+    if pad is None and any(len(row) < longest for row in rows):
+        raise ValueError("answers have different lengths, and there is no pad_token_id: give one")
+    filler = 0 if pad is None else int(pad)
+    return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
 
 
 _targets: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[bool, HFTarget]]] = WeakKeyDictionary()
@@ -153,7 +150,7 @@ def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
         (name, x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for name, x in weights
     ]
     stamp.append(torch.cat([_some(x) for _, x in weights]).tolist())  # changes by `.data` have no version
-    stamp += [_switches(each) for each in model.modules()]
+    stamp += map(_switches, model.modules())
     known, targets = _targets.get(model, (None, {}))
     if known != stamp:
         targets = {}
@@ -179,7 +176,7 @@ def _switches(module: nn.Module) -> Any:
 def _plainly(value: Any) -> Any:
     """Numbers and words, in lists and dictionaries too; None for anything else."""
     if isinstance(value, dict):
-        return [(name, _plainly(each)) for name, each in value.items()]
+        return [(name, _plainly(item)) for name, item in value.items()]
     if isinstance(value, (list, tuple, set)):
         return list(map(_plainly, value))
     return value if isinstance(value, (bool, int, float, str)) else None
@@ -219,23 +216,9 @@ def _unpadded(ids: Int[Tensor, "B T"], mask: Tensor | None) -> list[list[int]]:
         return list(ids.tolist())
     real = mask.bool()
     if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise ValueError(
-            "attention_mask masks tokens behind others: pad on the left (tokenizer.padding_side = 'left')"
-        )
+        fix = "pad on the left (tokenizer.padding_side = 'left')"
+        raise ValueError(f"attention_mask masks tokens behind others: {fix}")
     return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
-
-
-def _per_row(config: Any) -> Any:
-    """generation_config without what is done outside: rows are repeated already, criteria are called."""
-    config = copy(config)
-    config.num_return_sequences = 1
-    config.max_time = config.stop_strings = None
-    return config
-
-
-def _assistant(model: PreTrainedModel | None, target: HFTarget) -> Drafter | None:
-    """A draft model of Hugging Face's `assistant_model`."""
-    return None if model is None else DraftModel(_target(model, target.compiles), target)
 
 
 def _criterion(
@@ -245,6 +228,6 @@ def _criterion(
 
     def ended(tokens: list[int]) -> bool:
         ids = torch.tensor([prompt + tokens], device=device)
-        return any(bool(torch.as_tensor(each(ids, None)).any()) for each in criteria)
+        return any(bool(torch.as_tensor(rule(ids, None)).any()) for rule in criteria)
 
     return ended

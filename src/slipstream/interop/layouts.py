@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, final
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -33,37 +35,9 @@ SIZES = [f.name for f in fields(LayerConfig)]
 # Keys of a layer that are read here.
 LAYER = {*SIZES, "num_hidden_layers", "vocab_size", "rope_parameters", "partial_rotary_factor", "qkv_bias",
          "model_type"} - {"output_bias"}  # fmt: skip
-# Keys of the target's config.json that a head's does not copy: they would change its layer.
-NOT_COPIED = {"rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window",
-              "use_sliding_window", "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path",
-              "transformers_version"}  # fmt: skip
 IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
-# Keys on files, tokens, training and limits, and on experts: a head with experts would have their tensors.
-_INERT = """
-architectures auto_map base_model_name_or_path modal_type model_type target_model_type dtype torch_dtype
-transformers_version speculators_version speculators_model_type speculators_config slipstream
-bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id image_token_id video_token_id
-audio_token_id vision_start_token_id vision_end_token_id mask_token_id attention_dropout hidden_dropout
-embd_pdrop resid_pdrop attn_pdrop dropout initializer_range use_cache max_position_embeddings
-original_max_position_embeddings max_window_layers tie_word_embeddings pretraining_tp id2label label2id
-problem_type is_encoder_decoder is_decoder output_attentions output_hidden_states return_dict
-chunk_size_feed_forward gradient_checkpointing attn_implementation num_experts num_local_experts
-num_experts_per_tok experts_per_token moe_intermediate_size norm_topk_prob decoder_sparse_step
-mlp_only_layers output_router_logits router_aux_loss_coef shared_expert_intermediate_size has_lm_head
-num_eagle_features num_aux_hidden_states num_target_layers ttt_length ttt_steps max_paths topk
-medusa_choices eagle_config.next_layer_regular eagle_config.parallel_draft_heads_num_layers
-"""
-INERT = set(_INERT.split())
-# Keys of which one value alone is implemented here.
-ONLY: Config = {
-    "is_causal": True,
-    "layer_types": ["full_attention"],
-    "eagle_config.use_aux_hidden_state": True,
-    "eagle_config.use_input_layernorm_in_first_layer": True,
-    "eagle_config.use_last_layernorm": True,
-    "eagle_config.parallel_draft_step": 1,
-    "eagle_config.eagle_decoder_type": "llama",
-}
+_KEYS = yaml.safe_load(Path(__file__).with_name("config_keys.yaml").read_text())
+NOT_COPIED, INERT, ONLY = frozenset(_KEYS["not_copied"]), frozenset(_KEYS["inert"]), _KEYS["only"]
 LLAMA = LlamaConfig().to_dict()
 
 
@@ -116,16 +90,18 @@ class Layout(ABC):
             public["d2t"] = vocab.long() - torch.arange(len(vocab))
         return public
 
-    def _described(self, head: HeadConfig) -> Config:
-        """What config.json copies from the target's, and the layer's sizes under Hugging Face's names."""
+    def _described(self, head: HeadConfig, architecture: str) -> Config:
+        """What is copied from the target's config.json, and the layer's sizes under Hugging Face's names."""
         copied = {key: value for key, value in self.target.described.items() if key not in NOT_COPIED}
-        sizes = {name: getattr(head, name) for name in SIZES}
-        output_bias, scaling = sizes.pop("output_bias"), sizes.pop("rope_scaling")
-        if head.attention_bias and not output_bias:
+        sizes = {name: getattr(head, name) for name in SIZES if name not in ("output_bias", "rope_scaling")}
+        if head.attention_bias and not head.output_bias:
             sizes["qkv_bias"] = True
-        rope = {"rope_type": "default", **(scaling or {}), "rope_theta": head.rope_theta}
-        sizes |= {"rope_parameters": rope} | ({"rope_scaling": scaling} if scaling else {})
-        return {**copied, "num_hidden_layers": 1, **sizes}
+        scaling = head.rope_scaling or {}
+        sizes["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": head.rope_theta}
+        if scaling:
+            sizes["rope_scaling"] = scaling
+        llama = {"architectures": [architecture], "model_type": "llama"}
+        return {**copied, "num_hidden_layers": 1, **sizes, **llama}
 
     def _layer(self, config: Config, tensors: Tensors) -> dict[str, Any]:
         """Sizes of a head's one layer, checked against the target. Raises ValueError."""
@@ -135,13 +111,14 @@ class Layout(ABC):
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
             raise ValueError(f"hidden_act {activation!r}; available: {', '.join(ACTIVATIONS)}")
+        stated = {name: value for name, value in config.items() if value is not None}
         heads = config["num_attention_heads"]
-        defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
-        sizes = {name: config[name] for name in SIZES if config.get(name) is not None}
-        biases = [config[name] for name in ("qkv_bias", "attention_bias") if config.get(name) is not None]
-        bias = bool(biases[0]) if biases else config.get("model_type") == "qwen2"
-        output_bias = any(name.endswith("self_attn.o_proj.bias") for name in tensors)
-        return {**defaults, **sizes, **_rope(config), "attention_bias": bias, "output_bias": output_bias}
+        sizes = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
+        sizes |= {name: stated[name] for name in SIZES if name in stated} | _rope(config)
+        default = stated.get("attention_bias", config.get("model_type") == "qwen2")
+        sizes["attention_bias"] = bool(stated.get("qkv_bias", default))
+        sizes["output_bias"] = any(name.endswith("self_attn.o_proj.bias") for name in tensors)
+        return sizes
 
 
 class EagleLayout(Layout):
@@ -156,25 +133,17 @@ class EagleLayout(Layout):
         return EagleConfig(**self._layer(config, tensors), bias=has_bias)
 
     def config(self, head: EagleConfig, name: str) -> Config:
+        cannot = "which layout eagle cannot express: train one"
         if head.input_norm:
-            raise ValueError(
-                "this head has a norm before attention, which layout eagle cannot express: train one without"
-            )
+            raise ValueError(f"this head has a norm before attention, {cannot} without")
         if head.inputs != "shifted":
-            raise ValueError(
-                f"this head reads {head.inputs} inputs, which layout eagle cannot express: train one with "
-                "head.inputs=shifted"
-            )
-        bias = {} if head.bias else {"bias": False}
-        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        return {**self._described(head), **bias, **llama}
+            raise ValueError(f"this head reads {head.inputs} inputs, {cannot} with head.inputs=shifted")
+        return self._described(head, "LlamaForCausalLM") | ({} if head.bias else {"bias": False})
 
     def give(self, tensors: Tensors) -> Tensors:
         if "fc.bias" in tensors:
-            self.notes.append(
-                'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE '
-                "use it"
-            )
+            use = 'vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE use it'
+            self.notes.append(f"fc.bias: {use}")
         return tensors
 
 
@@ -233,8 +202,7 @@ class Eagle3Layout(Layout):
                 f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in "
                 "ascending order: train one that reads those (head.taps)"
             )
-        config = self._described(head) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-        config |= {"tie_word_embeddings": False}
+        config = self._described(head, "LlamaForCausalLMEagle3") | {"tie_word_embeddings": False}
         config |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
         config |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
         config |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
@@ -242,20 +210,15 @@ class Eagle3Layout(Layout):
 
     def take(self, tensors: Tensors) -> Tensors:
         tensors = super().take(tensors)
-        t2d = tensors.pop("t2d", None)
-        if (
-            t2d is not None
-            and VOCAB in tensors
-            and not torch.equal(t2d.bool().nonzero()[:, 0], tensors[VOCAB])
-        ):
+        t2d, vocab = tensors.pop("t2d", None), tensors.get(VOCAB)
+        if t2d is not None and vocab is not None and not torch.equal(t2d.bool().nonzero()[:, 0], vocab):
             raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
         return tensors
 
     def give(self, tensors: Tensors) -> Tensors:
         public = super().give(tensors)
         if VOCAB in tensors:
-            ids = tensors[VOCAB].long()
-            public["t2d"] = torch.zeros(self.target.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+            public["t2d"] = torch.isin(torch.arange(self.target.vocab), tensors[VOCAB])
         return public
 
 
@@ -273,10 +236,8 @@ class SpeculatorsLayout(Eagle3Layout):
         return super().flat({**config.get("transformer_layer_config", {}), **sections})
 
     def sizes(self, config: Config, tensors: Tensors) -> Eagle3Config:
-        if "norm_before_residual" not in config:
-            self.notes.append(
-                "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
-            )
+        if (flag := "norm_before_residual") not in config:
+            self.notes.append(f"{flag}: absent, false as speculators has it; vLLM takes it as true")
         return super().sizes(config, tensors)
 
     def config(self, head: Eagle3Config, name: str) -> Config:
@@ -309,14 +270,11 @@ class MedusaLayout(Layout):
         shared, bias = "lm_heads.0.weight" not in tensors, "blocks.0.0.bias" in tensors
         if shared:
             self.notes.append("lm_heads: absent, the target's LM head is used at every depth")
-        H = tensors["blocks.0.0.weight"].shape[1]
-        drafted = len(tensors[VOCAB]) if VOCAB in tensors else self.target.vocab
+        H, drafted = tensors["blocks.0.0.weight"].shape[1], len(tensors.get(VOCAB, range(self.target.vocab)))
         Vd = drafted if shared else len(tensors["lm_heads.0.weight"])
         if self.target.width != H or Vd != drafted:
-            raise ValueError(
-                f"LM heads of {Vd} tokens and width {H}; this target has {self.target.vocab} and "
-                f"{self.target.width}: {FOR_ITS_TARGET}"
-            )
+            has = f"this target has {self.target.vocab} and {self.target.width}"
+            raise ValueError(f"LM heads of {Vd} tokens and width {H}; {has}: {FOR_ITS_TARGET}")
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
     def config(self, head: MedusaConfig, name: str) -> Config:
@@ -351,9 +309,8 @@ class VLLMMedusaLayout(MedusaLayout):
     def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
         theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
         if theirs is not None and not close(theirs, lm_head_rows(self.target, tensors.get(VOCAB))):
-            raise ValueError(
-                f"original_lm_head=True, and lm_heads.0.weight is not this target's LM head: {FOR_ITS_TARGET}"
-            )
+            wrong = "original_lm_head=True, and lm_heads.0.weight is not this target's LM head"
+            raise ValueError(f"{wrong}: {FOR_ITS_TARGET}")
         return super().sizes(config, tensors)
 
     def config(self, head: MedusaConfig, name: str) -> Config:
@@ -370,10 +327,9 @@ class VLLMMedusaLayout(MedusaLayout):
         if VOCAB in tensors:
             public["token_map"] = tensors[VOCAB].long()
             if "lm_heads.1.weight" in public:
-                self.notes.append(
-                    "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads "
-                    "of its own: for vLLM train one with head.draft_vocab=0"
-                )
+                fix = "not beside LM heads of its own: for vLLM train one with head.draft_vocab=0"
+                takes = "vLLM 0.32 takes one beside the target's LM head alone"
+                self.notes.append(f"token_map: {takes}, {fix}")
         return public
 
 
@@ -385,12 +341,9 @@ class FastEagleLayout(Layout):
     vocabulary, and the target's last norm, because engines hand over the final state before it.
     """
 
-    keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS, "num_hidden_layers"}
+    keys: ClassVar = LAYER | {"draft_vocab_size", "cascade", "input_norm", IDS}
     embedding, mark, d2t, tree = "none", f"{FASTEAGLE}$", True, "best-first-{depth}x8"
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.draft_vocab = target.vocab  # tokens of the head that was written
+    draft_vocab = 0  # tokens of the head that was written; 0: all
 
     def sizes(self, config: Config, tensors: Tensors) -> FastEagleConfig:
         depth, blocks = config.get("num_hidden_layers"), self.target.sizes.blocks
@@ -398,10 +351,10 @@ class FastEagleLayout(Layout):
         ids = config.get(IDS) or []
         if not (isinstance(depth, int) and depth > 0 and ids and all(0 <= i <= blocks for i in ids)):
             raise ValueError(f"num_hidden_layers={depth!r} and {IDS}={ids!r} name no layers of this target")
-        flags: Any = {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
         taps = tuple(FINAL if i == blocks else f"{INPUT}{i}" for i in ids)
         sizes: Any = self._layer(config | {"num_hidden_layers": 1}, tensors)
-        return FastEagleConfig(**sizes, taps=taps, depth=depth, **flags)
+        sizes |= {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
+        return FastEagleConfig(**sizes, taps=taps, depth=depth)
 
     def config(self, head: FastEagleConfig, name: str) -> Config:
         blocks = self.target.sizes.blocks
@@ -412,13 +365,11 @@ class FastEagleLayout(Layout):
                 "ascending order, the final one last: train one that reads them so (head.taps)"
             )
         if head.rank:
-            raise ValueError(
-                "this head's laws know the token above them (head.rank), which vLLM's way of drafting cannot "
-                "express: train one with head.rank=0"
-            )
-        config = self._described(head) | {"architectures": [FASTEAGLE], "model_type": "llama"}
-        config |= {"tie_word_embeddings": False, "num_hidden_layers": head.depth, "cascade": head.cascade}
-        return config | {"input_norm": head.input_norm, "draft_vocab_size": self.draft_vocab, IDS: ids}
+            cannot = "which vLLM's way of drafting cannot express: train one with head.rank=0"
+            raise ValueError(f"this head's laws know the token above them (head.rank), {cannot}")
+        config = self._described(head, FASTEAGLE) | {"tie_word_embeddings": False}
+        config |= {"num_hidden_layers": head.depth, "cascade": head.cascade, "input_norm": head.input_norm}
+        return config | {"draft_vocab_size": self.draft_vocab or self.target.vocab, IDS: ids}
 
     def take(self, tensors: Tensors) -> Tensors:
         tensors = super().take(tensors)
@@ -527,10 +478,8 @@ def _taps(config: Config, blocks: int) -> tuple[str, ...]:
     if not ids:
         return block_taps(blocks)
     if not all(0 <= i < blocks for i in ids) or ids != sorted(set(ids)):
-        raise ValueError(
-            f"the head reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}, and "
-            "engines read them in ascending order"
-        )
+        has = f"this target has blocks 0 to {blocks - 1}, and engines read them in ascending order"
+        raise ValueError(f"the head reads the inputs of blocks {ids}; {has}")
     return tuple(f"{INPUT}{i}" for i in ids)
 
 
@@ -538,14 +487,12 @@ def _rope(config: Config) -> dict[str, Any]:
     """Base and scaling of a head's rotary positions. Raises ValueError for one that is not known here."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind, old_kind = rope.pop("rope_type", None), rope.pop("type", None)
-    kind = kind or next((name for name in rope if isinstance(rope[name], dict)), old_kind or "default")
-    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if kind not in ("default", *SCALED) or partial != 1.0:
-        raise ValueError(
-            f"rope {kind!r} over {partial} of a head's width; available: default, {', '.join(SCALED)}, over "
-            "all of it"
-        )
+    kind, old_kind = rope.pop("rope_type", None), rope.pop("type", None) or "default"
+    kind = kind or next((name for name in rope if isinstance(rope[name], dict)), old_kind)
+    share = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if kind not in ("default", *SCALED) or share != 1.0:
+        known = f"default, {', '.join(SCALED)}, over all of it"
+        raise ValueError(f"rope {kind!r} over {share} of a head's width; available: {known}")
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
     length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")

@@ -64,6 +64,11 @@ class Deviation(Part):
     position: int | None  # None: one of the answers only ends earlier
     margin: Margin
 
+    def __str__(self) -> str:
+        how = f"leaves plain vLLM at {self.position}, margin {self.margin:.2g}"
+        how = "ends elsewhere than plain vLLM" if self.position is None else how
+        return f"{self.answer}, question {self.question + 1}: {how}"
+
 
 class ParityReport(Report):
     """What `parity` found.
@@ -92,11 +97,7 @@ class ParityReport(Report):
         for name, rates in self.acceptance:
             table.add_row(name, *(f"{rate:.3f}" for rate in rates))
         table.add_row("difference", *(f"{rate:+.3f}" for rate in self.difference))
-        lines = []
-        for text in self.divergences:
-            how = f"leaves plain vLLM at {text.position}, margin {text.margin:.2g}"
-            how = "ends elsewhere than plain vLLM" if text.position is None else how
-            lines.append(Text(f"{text.answer}, question {text.question + 1}: {how}"))
+        lines = [Text(str(deviation)) for deviation in self.divergences]
         if self.first_tensor_that_differs:
             lines.append(Text(f"first tensor that differs: {self.first_tensor_that_differs}", "bold red"))
         verdict = Text("agrees", "bold green") if self.agrees else Text("does NOT agree", "bold red")
@@ -206,9 +207,8 @@ def _deviations(
             if answer == reference:
                 continue
             at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
-            audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
-            margin = max((tie.margin for audited in audits for tie in audited), default=0.0)
-            margin = math.inf if at is None else margin
+            ties = [tie for text in (answer, reference) for tie in audit(target, prompt, text, Sampling())]
+            margin = math.inf if at is None else max((tie.margin for tie in ties), default=0.0)
             deviations.append(Deviation(answer=name, question=i, position=at, margin=margin))
     return deviations
 
@@ -221,21 +221,21 @@ def _served(
         home = Path(directory)
         target.save(home / "target")
         export(target, drafter, home / "head", layout=LAYOUTS.get(method))
-        files = {"plain": "plain.json", "drafted": "drafted.json", "tensors": "tensors.safetensors"}
-        files |= {"target": "target", "head": "head"}
-        job |= {name: str(home / file) for name, file in files.items()}
+        job |= {name: str(home / name) for name in ("target", "head", "plain", "drafted", "tensors")}
         (home / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, (str(WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
-        words, environment = [python, str(WORKER), str(home / "job.json")], os.environ | {"PYTHONPATH": path}
-        try:
-            worker = subprocess.run(words, capture_output=True, text=True, env=environment)
-        except OSError as error:
-            raise ValueError(f"--python {python} cannot be run: {error.strerror}: {INSTALL}") from error
-        if worker.returncode:
-            last = " | ".join([line for line in worker.stderr.splitlines() if line.strip()][-6:])
-            raise ValueError(f"vLLM ({python}) stopped with exit code {worker.returncode}: {last}")
-        if not os.path.exists(job["drafted"]):
-            raise ValueError(f"--python {python} is no interpreter with vLLM in it: {INSTALL}")
+        for part in ("plain", "drafted", "tensors"):
+            words = [python, str(WORKER), str(home / "job.json"), part]
+            try:
+                how: Any = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": path}}
+                worker = subprocess.run(words, **how)
+            except OSError as error:
+                raise ValueError(f"--python {python} cannot be run: {error.strerror}: {INSTALL}") from error
+            if worker.returncode:
+                last = " | ".join([line for line in worker.stderr.splitlines() if line.strip()][-6:])
+                raise ValueError(f"vLLM ({python}) stopped with exit code {worker.returncode}: {last}")
+            if not os.path.exists(job[part]):
+                raise ValueError(f"--python {python} is no interpreter with vLLM in it: {INSTALL}")
         plain, drafted = (json.loads(Path(job[name]).read_text()) for name in ("plain", "drafted"))
         return plain, drafted, load_file(job["tensors"])
 

@@ -79,55 +79,59 @@ def import_checkpoint(
         if {"method", "version", "target"} <= config.keys():
             raise ValueError(f"checkpoint {source} is a drafter of Slipstream's already: use it where it is")
         try:
-            method, drafter_config, drafter_tensors, used, notes = _converted(config, tensors, target, tree)
+            drafter, about = _converted(config, tensors, target, tree)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
-        training = {"imported_from": Path(source).name}
-        drafter = (method, target, drafter_config, drafter_tensors)
-        save_drafter(directory, *drafter, training, dtype=None, force=True)
-        return Conversion(**made(), directory=directory, used=used, notes=notes)
+        save_drafter(directory, *drafter, {"imported_from": Path(source).name}, dtype=None, force=True)
+        return Conversion(**made(), directory=directory, **about)
 
 
 def _converted(
     config: Config, tensors: Tensors, target: Target, tree: str | None
-) -> tuple[str, Config, Tensors, list[str], list[str]]:
-    """Method, configuration and tensors of a drafter directory, what was used, and notes."""
-    known, ours = layouts(target), config.get(OURS, {})
+) -> tuple[tuple[str, Target, Config, Tensors], dict[str, Any]]:
+    """Method, target, configuration and tensors of a drafter; and what was used, and notes."""
+    known = layouts(target)
     # Later entries of the table are asked first.
     name = next(name for name in reversed(known) if known[name][1].knows(config, tensors))
     method, layout = known[name]
     embedding, notes = tensors.pop(EMBEDDING, None), layout.notes
     drafter_tensors, flat = layout.take(tensors), layout.flat(config)
-    if ids := ours.get(VOCAB):
+    if ids := config.get(OURS, {}).get(VOCAB):
         notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
         drafter_tensors[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
     sizes = layout.sizes(flat, drafter_tensors)
     ignored = unread(flat, sorted(layout.keys), target.described)
-    used = [*tensors, *sorted(layout.keys & set(flat))]
+    about = {"used": [*tensors, *sorted(layout.keys & set(flat))], "notes": notes}
     if layout.embedding != "none":
-        note, stored = _embedding_to_store(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
+        note, keeps = _embedding_note(embedding, target, getattr(sizes, "vocab_size", 0) > 0)
         notes.append(f"{EMBEDDING}: {note}")
-        drafter_tensors |= stored
+        if embedding is not None and keeps:
+            drafter_tensors[EMBEDDING] = embedding
     notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     head = asdict(sizes)
-    tree = TreeSpec.parse(tree).name if tree else _tree(config, layout, sizes)
-    drafter_config: Config = {"taps": list(head.pop("taps")), "head": head, "tree": tree, "public": config}
-    drafter_config |= {"layout": name, "public_embedding": None if embedding is None else _digest(embedding)}
+    drafter_config: Config = {
+        "taps": list(head.pop("taps")),
+        "head": head,
+        "tree": TreeSpec.parse(tree).name if tree else _tree(config, layout, sizes),
+        "public": config,
+        "layout": name,
+        "public_embedding": None if embedding is None else _digest(embedding),
+    }
     drafter_class(method, name).load(drafter_config, drafter_tensors, target)
-    return method, drafter_config, drafter_tensors, used, notes
+    return (method, target, drafter_config, drafter_tensors), about
 
 
-def _embedding_to_store(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
-    """A note on a checkpoint's embedding, and the embedding if the drafter directory must hold it."""
+def _embedding_note(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, bool]:
+    """A note on a checkpoint's embedding, and whether the drafter directory must hold it."""
     if embedding is None:
-        return "absent, the target's is used", {}
+        return "absent, the target's is used", False
     if trained:
-        return "the head's own", {EMBEDDING: embedding}
+        return "the head's own", True
     own = _embedding(target).cpu()
     if embedding.shape == own.shape and torch.equal(embedding, own.to(embedding)):
-        return "the target's own, left out", {}
+        return "the target's own, left out", False
     if close(embedding, own):
-        return "the target's up to rounding; kept for export, the target's is used", {EMBEDDING: embedding}
+        return "the target's up to rounding; kept for export, the target's is used", True
     shape = list(embedding.shape)
     raise ValueError(f"{EMBEDDING} ({shape}) is not this target's embedding: {FOR_ITS_TARGET}")
 
@@ -176,8 +180,8 @@ def export(
                 if mark_of(path) == "export":  # tensors of an earlier export in another layout
                     path.unlink()
         serve = _serving(target, directory, layout, getattr(head, "depth", MOST_DRAFTED))
-        used, notes = [*public_tensors], writer.notes
-        return Conversion(**made(), directory=directory, used=used, notes=notes, serve=serve)
+        about: Any = {"used": [*public_tensors], "notes": writer.notes, "serve": serve}
+        return Conversion(**made(), directory=directory, **about)
 
 
 def _layout_names(name: str, config: Config, layout: str | None) -> tuple[str, str]:
@@ -190,10 +194,8 @@ def _layout_names(name: str, config: Config, layout: str | None) -> tuple[str, s
     imported = config.get("layout", available[0])
     layout = imported if layout is None else layout
     if layout not in available:
-        raise ValueError(
-            f"drafter {name}: Unknown layout for {method} drafters: {layout!r}. Available: "
-            f"{', '.join(available)}"
-        )
+        unknown = f"Unknown layout for {method} drafters: {layout!r}"
+        raise ValueError(f"drafter {name}: {unknown}. Available: {', '.join(available)}")
     return imported, layout
 
 
@@ -204,10 +206,8 @@ def _exported(
     in_config, embedding = {"tree": config["tree"]}, tensors.pop(EMBEDDING, None)
     if not writer.vocabulary and (vocab := tensors.pop(VOCAB, None)) is not None:
         in_config[VOCAB] = " ".join(map(str, vocab.tolist()))
-        writer.notes.append(
-            f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
-            f"these {len(vocab)}"
-        )
+        theirs = f"engines take candidates from all tokens, not these {len(vocab)}"
+        writer.notes.append(f"{VOCAB}: in config.json, where import finds it; {theirs}")
     public_tensors = writer.give(tensors)
     copied = _digest(_embedding(target)) if writer.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
@@ -217,9 +217,8 @@ def _exported(
     elif stored is not None:
         copy = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
         if _digest(copy) != stored:
-            raise ValueError(
-                f"drafter {name}: load the target in the precision this head was imported with (--dtype)"
-            )
+            fix = "load the target in the precision this head was imported with (--dtype)"
+            raise ValueError(f"drafter {name}: {fix}")
         public_tensors[EMBEDDING] = copy
         writer.notes.append(f"{EMBEDDING}: a copy of the target's")
     return public_tensors, in_config
@@ -227,10 +226,10 @@ def _exported(
 
 def _serving(target: Target, directory: str, layout: str, depth: int) -> str | None:
     """The command for vLLM, where it reads the layout. Its Medusa drafts a token with each head."""
-    if layout not in VLLM:
+    if (method := VLLM.get(layout)) is None:
         return None
-    tokens = depth if VLLM[layout] == "medusa" else min(depth, MOST_DRAFTED)
-    config = {"method": VLLM[layout], "model": directory, "num_speculative_tokens": tokens}
+    tokens = depth if method == "medusa" else min(depth, MOST_DRAFTED)
+    config = {"method": method, "model": directory, "num_speculative_tokens": tokens}
     return shlex.join(("vllm", "serve", target.source or "MODEL", "--speculative-config", json.dumps(config)))
 
 

@@ -63,7 +63,7 @@ class Cascade(nn.Module):
         return torch.stack(states, 1)
 
 
-class FastEagle(Eagle3LlamaForCausalLM):
+class VLLMFastEagle(Eagle3LlamaForCausalLM):
     """What vLLM calls."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -7,4 +7,4 @@ def register() -> None:
     """Make FastEagle known to vLLM, which calls this in each of its processes."""
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model(FASTEAGLE, "slipstream.interop.vllm_fasteagle:FastEagle")
+    ModelRegistry.register_model(FASTEAGLE, "slipstream.interop.vllm_fasteagle:VLLMFastEagle")

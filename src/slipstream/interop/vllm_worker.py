@@ -1,15 +1,14 @@
 """Answers prompts in vLLM, plainly and with a head. vLLM's own Python runs it, with this package on its path.
 
-    python vllm_worker.py JOB.json
+    python vllm_worker.py JOB.json PART
 
 JOB: {"method", "target", "head", "prompts": [[ids]], "new", "draft", "dtype", "window", "plain": OUT,
-"drafted": OUT, "tensors": OUT}. The three files are written in three processes, one engine each: plain
-answers, answers and acceptance with the head, and what the head's modules put out for the first prompt.
+"drafted": OUT, "tensors": OUT}. A PART is one of the three files, of one engine each: plain answers, answers
+and acceptance with the head, and what the head's modules put out for the first prompt.
 """
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -83,20 +82,12 @@ def record(job: dict) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, job["tensors"])
 
 
-def main() -> None:
-    path, *part = sys.argv[1:]
+if __name__ == "__main__":
+    path, part = sys.argv[1:]
     with open(path) as file:
         job = json.load(file)
-    if not part:
-        for name in ("plain", "drafted", "tensors"):
-            if code := subprocess.run([sys.executable, __file__, path, name]).returncode:
-                sys.exit(code)  # it has printed why
-    elif part[0] == "tensors":
+    if part == "tensors":
         record(job)
     else:
-        with open(job[part[0]], "w") as file:
-            json.dump(answer(job, part[0] == "drafted"), file)
-
-
-if __name__ == "__main__":
-    main()
+        with open(job[part], "w") as file:
+            json.dump(answer(job, part == "drafted"), file)

@@ -6,7 +6,7 @@ are padded on their left. Rounding depends on the neighbours, which is harmless 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,20 +45,32 @@ def attend(
 AttentionInterface.register(ATTENTION, attend)
 
 
-class _Slots(Cache):
-    """Keys and values [L, B, heads, C, D] in memory that stays; passes read the first `used` slots."""
+class _Batch(Cache):
+    """B texts under way, of at most C slots each. Graphs read and write its tensors where they are.
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    Args:
+        keys, values: [L, B, heads, C, D].
+        tokens: [B, C], from the end of the prompts on.
+        pads: [B] slots before each text.
+        ended: [B].
+        next: [1] the slot of the last tokens, yet to be read.
+    """
+
+    used = 0  # slots that a step reads
+    rows = slice(None)  # whose prompts are being read
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, tokens: Tensor, pads: Tensor, ended: Tensor, next: Tensor
+    ) -> None:
         super().__init__(layers=[])
-        self.keys, self.values, self.used = keys, values, 0
-        self.next = torch.zeros(1, dtype=torch.long, device=keys.device)  # the slot that a step fills
-        self.rows: Tensor | slice = slice(None)
+        self.keys, self.values, self.tokens = keys, values, tokens
+        self.pads, self.ended, self.next = pads, ended, next
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if (width := key_states.shape[2]) > 1:  # prompts of some rows
+        if (width := key_states.shape[2]) > 1:
             keys[self.rows, :, :width], values[self.rows, :, :width] = key_states, value_states
             return key_states, value_states
         keys.index_copy_(2, self.next, key_states)
@@ -72,17 +84,6 @@ class _Slots(Cache):
         return len(self.keys)
 
 
-class _Batch(NamedTuple):
-    """B texts under way. All tensors stay where they are, because graphs read and write them."""
-
-    cache: _Slots  # of B rows
-    pads: Tensor  # [B] slots before each text
-    token: Tensor  # [B] the last token of each, yet to be read
-    ended: Tensor  # [B]
-    written: Tensor  # [B, C] tokens
-    step: Tensor  # [1] how many of them there are
-
-
 class BatchGenerator:
     """A target that decodes many texts at once.
 
@@ -92,21 +93,22 @@ class BatchGenerator:
     """
 
     def __init__(self, target: HFTarget, eos: Iterable[int], slots: int | None = None) -> None:
-        self.target, self.device = target, target.device
+        self.target, self.device, sizes = target, target.device, target.sizes
         self.model = shadow_of(target.model)
         self.model.set_attn_implementation(ATTENTION)
-        sizes = target.sizes
         self._shape = sizes.blocks, sizes.num_key_value_heads, sizes.head_dim
         token = sizes.blocks * sizes.num_key_value_heads * sizes.head_dim
         if slots is None:
             free = int(SHARE * torch.cuda.mem_get_info(self.device)[0])
             slots = free // (2 * token * target.dtype.itemsize)
         self.slots = slots
+        # Batches of all sizes lie at the beginning of the same memory.
         self._memory = torch.zeros(2, slots * token, dtype=target.dtype, device=self.device)
+        self._tokens, self._pads = torch.zeros(2, slots, dtype=torch.long, device=self.device)
+        self._ended, self._next = self._pads.bool(), self._pads[:1].clone()
         self._ends = frozenset(eos)
         self._eos = torch.tensor(sorted(self._ends), device=self.device)
         self._temperature = torch.zeros((), device=self.device)
-        self._batches: dict[tuple[int, int], _Batch] = {}
         self._steps: dict[tuple[int, int, int], Callable[[], Any]] = {}
         self._pool: Any = None  # the memory that all graphs share
 
@@ -152,7 +154,7 @@ class BatchGenerator:
         written: list[list[int]] = [[] for _ in prompts]
 
         def keep(count: int) -> None:
-            for text, tokens in zip(texts, batch.written[:, :count].tolist(), strict=False):
+            for text, tokens in zip(texts, batch.tokens[:, width : width + count].tolist(), strict=False):
                 written[text] = tokens
 
         self._read(batch, prompts, width)
@@ -163,9 +165,8 @@ class BatchGenerator:
                 if not alive:
                     return written
                 if (fewer := max(LEAST, _power(len(alive)))) < rows:
-                    smaller = self._batch(fewer, capacity)
-                    _move(batch, smaller, alive, width + step)
-                    rows, batch, texts = fewer, smaller, [texts[row] for row in alive]
+                    batch, rows = self._shrunk(batch, alive, fewer, width + step), fewer
+                    texts = [texts[row] for row in alive]
             used = min(-(-(width + step) // SPAN) * SPAN, capacity)
             if (rows, capacity, used) not in self._steps:
                 self._steps[rows, capacity, used] = self._step(batch, used)
@@ -174,53 +175,59 @@ class BatchGenerator:
         return written
 
     def _batch(self, rows: int, capacity: int) -> _Batch:
-        if (rows, capacity) not in self._batches:
-            L, heads, D = self._shape
-            count = L * rows * heads * capacity * D
-            cache = _Slots(*(x[:count].view(L, rows, heads, capacity, D) for x in self._memory))
-            zeros = torch.zeros(rows, dtype=torch.long, device=self.device)
-            written, step = zeros[:, None].repeat(1, capacity), zeros[:1].clone()
-            self._batches[rows, capacity] = _Batch(cache, zeros, zeros.clone(), zeros.bool(), written, step)
-        return self._batches[rows, capacity]
+        L, heads, D = self._shape
+        count = L * rows * heads * capacity * D
+        keys, values = (x[:count].view(L, rows, heads, capacity, D) for x in self._memory)
+        tokens = self._tokens[: rows * capacity].view(rows, capacity)
+        return _Batch(keys, values, tokens, self._pads[:rows], self._ended[:rows], self._next)
+
+    def _shrunk(self, batch: _Batch, rows: Sequence[int], count: int, used: int) -> _Batch:
+        """Some rows, which go on in a batch of `count`. Each layer moves to the front of its memory."""
+        smaller = self._batch(count, batch.tokens.shape[1])
+        index = torch.tensor([*rows, *[rows[0]] * (count - len(rows))], device=self.device)
+        for old, new in zip([*batch.keys, *batch.values], [*smaller.keys, *smaller.values], strict=True):
+            new[:, :, :used] = old[index, :, :used]  # the right side is a copy
+        for name in ("tokens", "pads", "ended"):
+            getattr(smaller, name).copy_(getattr(batch, name)[index])
+        smaller.ended[len(rows) :] = True
+        return smaller
 
     def _read(self, batch: _Batch, prompts: Sequence[Sequence[int]], width: int) -> None:
         """Read the prompts, and choose the first token of each."""
-        batch.cache.next.fill_(width)
-        batch.step.fill_(1)
+        batch.next.fill_(width)
         batch.pads.zero_()
         batch.ended.fill_(True)
         slots, at_once = torch.arange(width, device=self.device), max(1, CHUNK // width)
         for first in range(0, len(prompts), at_once):
             some = prompts[first : first + at_once]
-            batch.cache.rows = rows = slice(first, first + len(some))
+            batch.rows = rows = slice(first, first + len(some))
             tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in some], device=self.device)
             pads = torch.tensor([width - len(p) for p in some], device=self.device)
             # Padding reads itself: a fully masked row is NaN.
-            seen = (slots <= slots[:, None]) & (slots >= pads[:, None, None]) | (slots == slots[:, None])
-            logits = self._logits(tokens, slots - pads[:, None], seen[:, None], batch.cache)
-            batch.pads[rows], batch.token[rows] = pads, self._choose(logits)
-            batch.ended[rows] = torch.isin(batch.token[rows], self._eos)
-        batch.written[:, 0] = batch.token
+            visible = (slots <= slots[:, None]) & (slots >= pads[:, None, None]) | (slots == slots[:, None])
+            logits = self._logits(tokens, slots - pads[:, None], visible[:, None], batch)
+            batch.pads[rows], batch.tokens[rows, width] = pads, self._choose(logits)
+            batch.ended[rows] = torch.isin(batch.tokens[rows, width], self._eos)
 
     def _step(self, batch: _Batch, used: int) -> Callable[[], Any]:
         """A step in which texts read the first `used` slots."""
         slots = torch.arange(used, device=self.device)
 
         def step() -> None:
-            batch.cache.used = used
-            seen = (slots >= batch.pads[:, None]) & (slots <= batch.cache.next)
-            positions = (batch.cache.next - batch.pads)[:, None]
-            logits = self._logits(batch.token[:, None], positions, seen[:, None, None], batch.cache)
-            batch.token.copy_(torch.where(batch.ended, batch.token, self._choose(logits)))
-            batch.written.index_copy_(1, batch.step, batch.token[:, None])
-            batch.ended.logical_or_(torch.isin(batch.token, self._eos))
-            batch.step.add_(1)
-            batch.cache.next.add_(1)
+            batch.used = used
+            token = batch.tokens.index_select(1, batch.next)
+            visible = (slots >= batch.pads[:, None]) & (slots <= batch.next)
+            positions = (batch.next - batch.pads)[:, None]
+            logits = self._logits(token, positions, visible[:, None, None], batch)
+            token = torch.where(batch.ended, token[:, 0], self._choose(logits))
+            batch.next.add_(1)
+            batch.tokens.index_copy_(1, batch.next, token[:, None])
+            batch.ended.logical_or_(torch.isin(token, self._eos))
 
         if self.device.type != "cuda":
             return step
         # A capture is preceded by a step, whose changes are put back.
-        changed = (batch.written, batch.token, batch.ended, batch.step, batch.cache.next)
+        changed = (batch.tokens, batch.ended, batch.next)
         before = [x.clone() for x in changed]
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         replay = cuda_graph(step, self._pool)[1]
@@ -228,14 +235,14 @@ class BatchGenerator:
             x.copy_(was)
         return replay
 
-    def _logits(self, tokens: Tensor, positions: Tensor, seen: Tensor, cache: _Slots) -> Tensor:
-        mask = torch.zeros_like(seen, dtype=self.target.dtype).masked_fill_(~seen, -torch.inf)
+    def _logits(self, tokens: Tensor, positions: Tensor, visible: Tensor, batch: _Batch) -> Tensor:
+        mask = torch.zeros_like(visible, dtype=self.target.dtype).masked_fill_(~visible, -torch.inf)
         with sdpa_kernel(BACKENDS):
             out: Any = self.model(
                 input_ids=tokens,
                 position_ids=positions.clamp(0, self.target.window - 1),
                 attention_mask=mask,
-                past_key_values=cache,
+                past_key_values=batch,
                 use_cache=True,
                 logits_to_keep=1,
             )
@@ -248,20 +255,6 @@ class BatchGenerator:
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-30)
         drawn = (logits / T.clamp(min=1e-3)).softmax(-1) / noise
         return torch.where(T > 0, drawn, logits).argmax(-1)
-
-
-def _move(batch: _Batch, smaller: _Batch, rows: Sequence[int], used: int) -> None:
-    """Let some rows go on among fewer. Both lie in the same memory, and each layer moves to its front."""
-    fill = [rows[0]] * (len(smaller.token) - len(rows))
-    index = torch.tensor([*rows, *fill], device=batch.token.device)
-    old_layers, new_layers = ([*x.cache.keys, *x.cache.values] for x in (batch, smaller))
-    for old, new in zip(old_layers, new_layers, strict=True):
-        new[:, :, :used] = old[index, :, :used]  # the right side is a copy
-    for old, new in zip(batch[1:5], smaller[1:5], strict=True):
-        new.copy_(old[index])
-    smaller.ended[len(rows) :] = True
-    smaller.step.copy_(batch.step)
-    smaller.cache.next.copy_(batch.cache.next)
 
 
 def _power(n: int) -> int:

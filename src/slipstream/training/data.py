@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.core.target import Target
-from slipstream.files import evenly, parsed, read_text
+from slipstream.files import evenly, parsed, read_text, several
 from slipstream.provenance import suggested
 from slipstream.targets.prompts import check_readable, message_of
 
@@ -63,22 +63,12 @@ def load_examples(
     greedy: bool = False,
     force: bool = False,
 ) -> list[Example]:
-    """The examples of all files, in order, cut at `max_length` tokens.
-
-    Args:
-        limit: rows per file at most, spread evenly over it.
-        greedy: keep only answers at temperature 0.
-        force: take answers that another target wrote, too.
-
-    Raises:
-        ValueError: a file or a line cannot be read (its number is given), another target wrote a row, or no
-            row has an assistant's text.
-    """
+    """The examples of all files, in order, cut at `max_length` tokens: of at most `limit` rows of each, only
+    answers at temperature 0 (`greedy`), also those of another target (`force`). Raises ValueError: a file or
+    a line cannot be read (its number is given), another target wrote a row, or no assistant says anything."""
     if not paths:
-        raise ValueError(
-            "no training data: give --data FILE, or let the target write some: "
-            + suggested("synthesize --out answers.jsonl")
-        )
+        write = suggested("synthesize --out answers.jsonl")
+        raise ValueError(f"no training data: give --data FILE, or let the target write some: {write}")
     examples = []
     max_length = min(max_length, target.window)
     for path in paths:
@@ -91,11 +81,10 @@ def load_examples(
                 raise ValueError(f"{path}, line {number}: {error}") from error
     examples = [example for example in examples if sum(example.loss[2:])]
     if not examples:
-        raise ValueError(
-            f"{', '.join(paths)}: no assistant text to learn from: give rows in which an assistant answers "
-            f"within the first {max_length} tokens, or let the target write the "
-            f"answers: {suggested(f'regenerate {shlex.join(paths)} --out answers.jsonl')}"
-        )
+        write = suggested(f"regenerate {shlex.join(paths)} --out answers.jsonl")
+        fix = f"give rows in which an assistant answers within the first {max_length} tokens"
+        fix += f", or let the target write the answers: {write}"
+        raise ValueError(f"{', '.join(paths)}: no assistant text to learn from: {fix}")
     examples = [example for example in examples if example.greedy or not greedy]
     if not examples:
         raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
@@ -106,20 +95,20 @@ def _check_own(made_by: Any, target: Target) -> None:
     """Raise ValueError if a row says that another target wrote it."""
     if isinstance(made_by, dict) and made_by.get("fingerprint", target.fingerprint) != target.fingerprint:
         writer = f"target {made_by.get('target', 'unnamed')} ({made_by['fingerprint']})"
-        raise ValueError(
-            f"{writer} wrote it, and this target is {target.name} ({target.fingerprint}): give --target as "
-            "the data has it, or --force to learn another's answers"
-        )
+        fix = "give --target as the data has it, or --force to learn another's answers"
+        raise ValueError(f"{writer} wrote it, and this target is {target.name} ({target.fingerprint}): {fix}")
 
 
 def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of a .jsonl or .txt file, gzipped or not. A paragraph of a .txt file is a row.
     Raises ValueError: it cannot be read, or lines are malformed, of which up to five are named."""
-    text = read_text(path, "training data")
+    text, number = read_text(path, "training data"), 1
     if _is_raw(path):
-        for number, part in _paragraphs(text):
-            check_readable(part, f"training data {path}: line {number}")
-            yield number, {"text": part}
+        for part in text.split("\n\n"):
+            if part.strip():
+                check_readable(row := {"text": part.strip("\n")}, f"training data {path}: line {number}")
+                yield number, row
+            number += part.count("\n") + 2
         return
     rows, bad = [], []
     for number, line in enumerate(text.split("\n"), 1):
@@ -131,10 +120,8 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             bad.append(f"line {number} ({_reason(error)})")
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(
-            f"training data {path}: {'; '.join(bad[:5])}{more}: each line must be JSON of the form {SHAPES}: "
-            "mend or delete"
-        )
+        fix = f"each line must be JSON of the form {SHAPES}: mend or delete"
+        raise ValueError(f"training data {path}: {'; '.join(bad[:5])}{more}: {fix}")
     yield from rows
 
 
@@ -143,9 +130,8 @@ def check_lines(path: str) -> None:
     if _is_raw(path):
         raise ValueError(f"output {path} would be read as raw text, and holds JSON: name a .jsonl file")
     if path.endswith(".gz"):
-        raise ValueError(
-            f"output {path} is written as plain text: name a .jsonl file, and gzip it afterwards"
-        )
+        fix = "name a .jsonl file, and gzip it afterwards"
+        raise ValueError(f"output {path} is written as plain text: {fix}")
 
 
 def _is_raw(path: str) -> bool:
@@ -154,10 +140,8 @@ def _is_raw(path: str) -> bool:
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """OpenAI's messages of a row in OpenAI's, ShareGPT's or Alpaca's shape. Raises ValueError for others."""
-    if "messages" in row:
-        turns = row["messages"]
-    elif "conversations" in row:
-        turns = row["conversations"]
+    if shape := next((key for key in ("messages", "conversations") if key in row), None):
+        turns = row[shape]
     elif "instruction" in row:
         question = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
         turns = [{"role": "user", "content": question}]
@@ -173,15 +157,13 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     """A message in OpenAI's or ShareGPT's shape, without empty fields. Raises ValueError."""
-    turn = {**turn, "role": turn["from"], "content": turn["value"]} if "from" in turn else turn
-    message = message_of(turn)
+    message = message_of({**turn, "role": turn["from"], "content": turn["value"]} if "from" in turn else turn)
     if turn.get("function_call"):
         raise ValueError("function_call is of earlier versions of OpenAI's: write tool_calls")
     if (weight := turn.get("weight")) not in (None, 0, 1):
         raise ValueError(f"weight {weight!r}: give 0, of what is read and not learnt, or 1")
-    if message["role"] not in ROLES:
+    if (role := ROLES.get(message["role"])) is None:
         raise ValueError(f"role {message['role']!r}")
-    role = ROLES[message["role"]]
     optional = {key: message[key] for key in OPTIONAL if message.get(key)}
     if weight == 0 and role == "assistant":
         optional["weight"] = 0
@@ -205,13 +187,10 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         loss = [False] * len(prompt) + [True] * len(answer)
         return Example((prompt + answer)[:max_length], loss[:max_length], greedy)
     if not words.has_chat:
-        raise ValueError(
-            f'target {target.name} has no chat template: give {{"prompt", "completion"}}, {{"text"}} '
-            "or a .txt file"
-        )
+        others = '{"prompt", "completion"}, {"text"} or a .txt file'
+        raise ValueError(f"target {target.name} has no chat template: give {others}")
     messages, tools, tokens, loss, text = row["messages"], row.get("tools", ()), [], [], ""
-    eos = target.generation_config.eos_token_id
-    ends = {*(eos if isinstance(eos, list) else [eos]), words.eos}
+    ends = {*several(target.generation_config.eos_token_id), words.eos}
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i in answers:
         asked = words.render(messages[:i], ask=True, tools=tools)
@@ -221,9 +200,8 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
             if answered == words.render([*messages[:i], without], ask=False, tools=tools):
                 raise ValueError(f"the chat template of {target.name} does not write {key}: leave it out")
         if not (asked.startswith(text) and answered.startswith(asked)):
-            raise ValueError(
-                "the chat template rewrites earlier turns: give rows of one question and one answer"
-            )
+            fix = "give rows of one question and one answer"
+            raise ValueError(f"the chat template rewrites earlier turns: {fix}")
         prompt, answer = words.ids(asked.behind(len(text))), words.ids(answered.behind(len(asked)))
         own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
         # Where a length limit cut the last answer, the target did not end it.
@@ -235,10 +213,9 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         text = answered
     first = messages[: answers[0]] if answers else []
     bare = [message for message in first if message["role"] != "system"]
-    question: tuple[int, ...] = ()
-    if 0 < len(bare) < len(first):
-        question = tuple(words.ids(words.render(bare, ask=True, tools=tools)))
-    return Example(tokens[:max_length], loss[:max_length], greedy, question)
+    asks = 0 < len(bare) < len(first)
+    question = words.ids(words.render(bare, ask=True, tools=tools)) if asks else []
+    return Example(tokens[:max_length], loss[:max_length], greedy, tuple(question))
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -265,14 +242,6 @@ def _tools(row: dict[str, Any]) -> dict[str, Any]:
     return {"tools": tools} if tools else {}
 
 
-def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    number = 1
-    for part in text.split("\n\n"):
-        if part.strip():
-            yield number, part.strip("\n")
-        number += part.count("\n") + 2
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON: {error.msg} at column {error.colno}"
@@ -281,11 +250,9 @@ def _reason(error: Exception) -> str:
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
     """(training examples, held-out examples). At most `count`, and an eighth of all, are held out, each with
-    another question. A greedy answer is preferred: the target need not write it again.
-
-    Held out are the questions with the smallest hashes. Further rows of data do not turn a learnt question
-    into a held-out one, so a head that is trained on with more data (`head.start`) is judged by unseen texts.
-    """
+    another question. A greedy answer is preferred: the target need not write it again. Held out are the
+    questions with the smallest hashes. Further rows do not turn a learnt question into a held-out one, so a
+    head that is trained on with more data (`head.start`) is judged by unseen texts."""
     count = min(count, len(examples) // 8)
     order = sorted(range(len(examples)), key=lambda i: (examples[i].greedy, -i))
     row_of = {examples[i].question: i for i in order}  # the first greedy row that asks it, else the first

@@ -56,13 +56,11 @@ def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
             raise ValueError(f"question file {path} is empty: give one JSON object a line")
         for line in lines:
             try:
-                row = parsed(line)
-                if not isinstance(row, dict):
+                if not isinstance(row := parsed(line), dict):
                     raise ValueError(f"a {type(row).__name__}")
             except ValueError as error:
                 raise ValueError(f"question file {path}: {line[:40]!r} is no JSON object: {error}") from error
-            for text in texts_in(row):
-                words.update(_marks(text))
+            words.update(*map(_marks, texts_in(row)))
     return words
 
 
@@ -87,11 +85,8 @@ def loops(text: str) -> bool:
 
 
 def near_copies(texts: Iterable[str]) -> Iterator[bool]:
-    """Whether each text is nearly one before it that is none itself.
-
-    MinHash finds candidates. Then the share of common shingles is computed (Jaccard). Texts of fewer than
-    `COMPARED` words must be equal.
-    """
+    """Whether each text is nearly one before it that is none itself. MinHash finds candidates. Then the share
+    of common shingles is computed (Jaccard). Texts of fewer than `COMPARED` words must be equal."""
     in_band: dict[bytes, list[int]] = defaultdict(list)
     originals: list[UInt64[np.ndarray, " S"]] = []
     short: set[str] = set()

@@ -36,22 +36,21 @@ class Features:
     Args:
         batches: examples of similar length, which pass through the target together.
         budget: bytes on disk. Batches beyond it are computed whenever they are needed.
+
+    Attributes:
+        stored, tokens, bytes: batches on disk, and their sizes.
     """
 
     def __init__(
-        self,
-        target: Target,
-        examples: Sequence[Example],
-        batches: Batches,
-        taps: tuple[str, ...],
-        budget: int,
+        self, target: Target, examples: Sequence[Example], batches: Batches, taps: Sequence[str], budget: int
     ) -> None:
-        self.target, self.examples, self.batches, self.taps = target, examples, batches, taps
+        self.target, self.examples, self.batches, self.taps = target, examples, batches, tuple(taps)
         self._rows = [width * target.dtype.itemsize for width in target.widths(taps)]  # bytes of a token
         tokens = [sum(len(examples[i].tokens) for i in batch) for batch in batches]
         self._starts = [0, *np.cumsum(tokens).tolist()]
         self.stored = sum(0 < sum(self._rows) * end <= budget for end in self._starts[1:])
-        self.bytes = sum(self._rows) * self._starts[self.stored]
+        self.tokens = self._starts[self.stored]
+        self.bytes = sum(self._rows) * self.tokens
 
     @cached_property
     def key(self) -> str:
@@ -72,10 +71,11 @@ class Features:
     def fill(self, advance: Callable[[int], None]) -> None:
         """Write what the files still lack. `advance` is called with each number of tokens done. Raises
         ValueError if the disk cannot be written. What was written stays, and the next run continues it."""
-        if self._complete():  # another run may be writing other taps
-            advance(self._starts[self.stored])
+        home = cache_home() / "features" / self.key
+        sizes = [path.stat().st_size if path.exists() else 0 for path in self.paths]
+        if all(size >= row * self.tokens for size, row in zip(sizes, self._rows, strict=True)):
+            advance(self.tokens)  # another run may be writing other taps
             return
-        home = self.paths[0].parent
         try:
             with ExitStack() as stack:
                 home.mkdir(parents=True, exist_ok=True)
@@ -92,9 +92,9 @@ class Features:
                 for b in range(first, self.stored):
                     start, end = self._starts[b : b + 2]
                     missing = [i for i, rows in enumerate(done) if rows < end]
-                    widths = [self._rows[i] // self.target.dtype.itemsize for i in missing]
-                    features = torch.cat(self._compute(self.batches[b], tuple(self.taps[i] for i in missing)))
-                    for i, part in zip(missing, features.split(widths, -1), strict=True):
+                    taps = tuple(self.taps[i] for i in missing)
+                    features = torch.cat(self._compute(self.batches[b], taps))
+                    for i, part in zip(missing, features.split(self.target.widths(taps), -1), strict=True):
                         new = part[max(done[i] - start, 0) :].cpu().contiguous()
                         files[i].write(new.view(torch.uint8).numpy().tobytes())
                     advance(end - start)
@@ -104,24 +104,18 @@ class Features:
                 "free the disk, set XDG_CACHE_HOME, or lower features.disk_gib (0 computes them online)"
             ) from error
 
-    def _complete(self) -> bool:
-        """Whether the files hold all batches that are to be kept."""
-        sizes = [path.stat().st_size if path.exists() else 0 for path in self.paths]
-        tokens = self._starts[self.stored]
-        return all(size >= row * tokens for size, row in zip(sizes, self._rows, strict=True))
-
     def of(self, b: int) -> list[Float[Tensor, "_ F"]]:
         """The features of each example of batch b."""
         if b >= self.stored:
             return self._compute(self.batches[b], self.taps)
         start, end = self._starts[b : b + 2]
-        parts, dtype = [], self.target.dtype
+        parts = []
         for path, row in zip(self.paths, self._rows, strict=True):
             try:
                 raw = np.fromfile(path, dtype=np.uint8, count=row * (end - start), offset=row * start)
             except FileNotFoundError:  # the cache was cleaned meanwhile
                 return self._compute(self.batches[b], self.taps)
-            parts.append(torch.from_numpy(raw).view(dtype).view(end - start, -1))
+            parts.append(torch.from_numpy(raw).view(self.target.dtype).view(end - start, -1))
         return list(torch.cat(parts, -1).split([len(self.examples[i].tokens) for i in self.batches[b]]))
 
     def _compute(self, batch: Sequence[int], taps: tuple[str, ...]) -> list[Float[Tensor, "_ F"]]:

@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, NamedTuple, TypeVar, final
 from urllib.error import HTTPError
 
@@ -22,12 +23,13 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.engine.generate import generate
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.files import evenly, note
+from slipstream.files import check_counts, check_given, evenly, is_whole, note
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.batch_generation import BatchGenerator
+from slipstream.training.resume import SOURCE, Row
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
@@ -42,15 +44,13 @@ SILENCE = 3600  # seconds that a reply may take: a busy server holds requests ba
 
 
 class TextRequest(NamedTuple):
-    """A conversation to answer, or raw text to go on with. A seed of None is drawn by the writer."""
+    """A conversation to answer, or raw text to go on with. A temperature of None is the next in turn; a seed
+    of None is drawn by the writer."""
 
     messages: Prompt
-    temperature: float
-    seed: int | None
-
-    def answered(self, written: "Written") -> "Written":
-        """An answer without white space around it. What follows raw text is kept as it is."""
-        return written if isinstance(self.messages, str) else Written(written.text.strip(), written.finished)
+    temperature: float | None = None
+    seed: int | None = None
+    kind: str | None = None
 
 
 class Written(NamedTuple):
@@ -75,12 +75,14 @@ class TextWriter(ABC):
 
     @abstractmethod
     def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
-        """The assistant's answers, and what follows raw texts, in order. `batch` are
-        written at once, and taken from `requests` then."""
+        """The assistant's answers, and what follows raw texts, in order. `batch` are written at once, and
+        taken from `requests` then."""
 
-    @abstractmethod
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
-        """A continuation of each raw text, up to its end token. White space at its start is kept."""
+        """A continuation of each raw text, special tokens in it included, up to its end token. White space at
+        its start is kept."""
+        requests = [TextRequest(text, temperature, derived(seed, i)) for i, text in enumerate(texts)]
+        return list(self.answer(requests, limit, len(texts)))
 
 
 @final
@@ -98,7 +100,7 @@ class TargetWriter(TextWriter):
         return about | {"generation_config": target.manner}
 
     def has_room(self, prompt: Prompt) -> bool:
-        return has_room(self.target, prompt)
+        return len(self._ids(prompt)) < self.target.window
 
     def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
         waiting = iter(requests)
@@ -106,19 +108,28 @@ class TargetWriter(TextWriter):
             answers: dict[int, Written] = {}  # neighbours may differ in temperature, which a pass may not
             for temperature in dict.fromkeys(request.temperature for request in some):
                 group = [i for i, request in enumerate(some) if request.temperature == temperature]
-                prompts = [read(self.target, some[i].messages) for i in group]
+                prompts = [self._ids(some[i].messages) for i in group]
                 written = self._write(prompts, temperature, limit, some[group[0]].seed)
                 answers |= zip(group, written, strict=True)
-            yield from (request.answered(answers[i]) for i, request in enumerate(some))
+            yield from map(answers.__getitem__, range(len(some)))
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         assert self.target.text is not None
         return self._write([self.target.text.ids(text) for text in texts], temperature, limit, seed)
 
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """Of a conversation, or of raw text as it stands. Raises ValueError as `encode` does."""
+        if not isinstance(prompt, str):
+            return encode(self.target, prompt)
+        text = self.target.text
+        if text is None or not (tokens := text.ids(prompt, special=True)):
+            raise ValueError(f"target {self.target.name} reads no tokens in the text {prompt!r:.80}")
+        return tokens
+
     def _write(
-        self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
+        self, prompts: list[list[int]], temperature: float | None, limit: int, seed: int | None
     ) -> list[Written]:
-        sampling: Any = {"temperature": temperature, "seed": seed or 0}
+        sampling: Any = {"temperature": temperature or 0.0, "seed": seed or 0}
         settings = SamplingParams.of(self.target, limit, **sampling)
         plain = settings.sampling == Sampling(**sampling) and not settings.stop
         if not (plain and BatchGenerator.serves(self.target)):
@@ -126,25 +137,10 @@ class TargetWriter(TextWriter):
             return [Written(answer.text, answer.finish == "eos") for answer in answers]
         assert isinstance(self.target, HFTarget) and self.target.text is not None
         self._at_once = self._at_once or BatchGenerator(self.target, settings.eos)
-        limit = settings.max_new_tokens or limit
-        texts = self._at_once.write(prompts, temperature, limit, settings.sampling.seed)
-        audit(self.target, prompts, texts, temperature)
+        texts = self._at_once.write(prompts, settings.sampling.temperature, limit, settings.sampling.seed)
+        audit(self.target, prompts, texts, settings.sampling.temperature)
         texts = [tokens[: settings.limit(prompt)] for prompt, tokens in zip(prompts, texts, strict=True)]
         return [Written(self.target.text.decode(tokens), tokens[-1] in settings.eos) for tokens in texts]
-
-
-def read(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of a conversation, or of raw text as it stands. Raises ValueError as `encode` does."""
-    if not isinstance(prompt, str):
-        return encode(target, prompt)
-    if target.text is None or not (tokens := target.text.ids(prompt, special=True)):
-        raise ValueError(f"target {target.name} reads no tokens in the text {prompt!r:.80}")
-    return tokens
-
-
-def has_room(target: Target, prompt: Prompt) -> bool:
-    """Whether a prompt leaves room for an answer in the window. Raises ValueError as `read` does."""
-    return len(read(target, prompt)) < target.window
 
 
 @torch.inference_mode()
@@ -189,16 +185,14 @@ class ServerWriter(TextWriter):
 
     def answer(self, requests: Iterable[TextRequest], limit: int, batch: int) -> Iterator[Written]:
         def one(request: TextRequest) -> Written:
-            messages = request.messages
-            raw = isinstance(messages, str)
-            body: dict[str, Any] = {"prompt" if raw else "messages": messages}
-            body |= {"temperature": request.temperature, "max_tokens": limit}
+            messages, settings = request.messages, {"temperature": request.temperature, "max_tokens": limit}
             try:
-                written = self._write("completions" if raw else "chat/completions", body, request.seed)
+                if isinstance(messages, str):
+                    return self._write("completions", {"prompt": messages, **settings}, request.seed)
+                return self._write("chat/completions", {"messages": messages, **settings}, request.seed)
             except ValueError as error:
                 last = messages if isinstance(messages, str) else messages[-1]["content"]
                 raise ValueError(f"{error}; it was asked {last!r:.80}") from error
-            return request.answered(written)
 
         pool, sent = ThreadPoolExecutor(batch), deque[Future[Written]]()
         try:
@@ -208,18 +202,12 @@ class ServerWriter(TextWriter):
                     yield sent.popleft().result()
             while sent:
                 yield sent.popleft().result()
-        finally:
+        except BaseException:
             self._ended.set()  # nobody waits any longer for a row of a full server
+            raise
+        finally:
             pool.shutdown(cancel_futures=True)
             self._ended.clear()
-
-    def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
-        def one(i: int) -> Written:
-            body = {"prompt": texts[i], "temperature": temperature, "max_tokens": limit}
-            return self._write("completions", body, None if seed is None else wrapped(seed + i))
-
-        with ThreadPoolExecutor(max(len(texts), 1)) as pool:  # the server batches concurrent requests
-            return list(pool.map(one, range(len(texts))))
 
     def _write(self, path: str, body: dict[str, Any], seed: int | None) -> Written:
         def read(reply: Any) -> Written:
@@ -280,6 +268,69 @@ def writer_of(writer: "str | TextWriter | None", target: AnyTarget) -> TextWrite
     return ServerWriter(writer) if isinstance(writer, str) else writer
 
 
-def wrapped(seed: int) -> int:
-    """A seed derived from a user's by addition, brought back into 63 bits."""
-    return seed % 2**63
+def derived(seed: int | None, offset: int) -> int | None:
+    """A user's seed plus an offset, brought back into 63 bits; None stays None."""
+    return None if seed is None else (seed + offset) % 2**63
+
+
+@dataclass
+class Writing:
+    """A writer and its settings. Batches take the temperatures in turn. A seed of None is 0 for a target; a
+    server is sent none, as vLLM's CPU build fails on seeds where a prompt is read in two pieces."""
+
+    writer: TextWriter
+    temperatures: Sequence[float]
+    max_new_tokens: int
+    batch: int
+    seed: int | None
+    prompt_temperature: float | None = None
+    kinds: Sequence[str] = ("any",)
+
+    def __post_init__(self) -> None:
+        check_given(temperatures=self.temperatures)
+        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch)
+        if self.seed is None and isinstance(self.writer, TargetWriter):
+            self.seed = 0
+        for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
+            Sampling(temperature=temperature, seed=self.seed or 0)
+        for name, value in vars(self).items():  # rows record them as JSON, which has no NumPy
+            if is_whole(value):
+                setattr(self, name, int(value))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The model and the settings, as each row records them."""
+        kinds = None if [*self.kinds] == ["any"] else [*self.kinds]  # earlier versions knew no kinds
+        record = {**self.writer.about, **vars(self), "temperatures": [*self.temperatures], "kinds": kinds}
+        return {name: value for name, value in record.items() if name != "writer" and value is not None}
+
+    def first(self, done: int) -> int:
+        """The row from which a file with `done` rows continues: the first of its last batch. A batch is
+        answered again as a whole, since what is drawn may depend on its neighbours."""
+        return done - done % self.batch
+
+    def rows(self, questions: Iterable[TextRequest], done: int) -> Iterator[Row]:
+        """The row of each question, in order, without the `done` rows that are in the file. The first
+        question is that of row `first(done)`."""
+
+        def requests() -> Iterator[TextRequest]:
+            for number, question in enumerate(questions, self.first(done)):
+                temperature = question.temperature
+                if temperature is None:
+                    temperature = self.temperatures[number // self.batch % len(self.temperatures)]
+                yield question._replace(temperature=temperature, seed=derived(self.seed, number))
+
+        sent, answered = tee(requests())
+        answers = self.writer.answer(sent, self.max_new_tokens, self.batch)
+        pairs = zip(answers, answered, strict=False)  # an answer first, for which its question is written
+        for number, (answer, request) in enumerate(pairs, self.first(done)):
+            if number >= done:
+                yield self._row(request, answer)
+
+    def _row(self, request: TextRequest, answer: Written) -> Row:
+        row: Row = {**SOURCE, "made": self.record} | ({"kind": request.kind} if request.kind else {})
+        row |= {"temperature": request.temperature, "finished": answer.finished}
+        if isinstance(request.messages, str):
+            return {**row, "prompt": request.messages, "completion": answer.text}
+        reply = {"role": "assistant", "content": answer.text.strip()}
+        return {**row, "messages": [*request.messages, reply]}

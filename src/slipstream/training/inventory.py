@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,8 @@ def inventory(
     target = loaded(target)
     paths, exclude = [fspath(path) for path in several(files)], several(exclude)
     if out is not None:
-        check_lines(fspath(out))
-        check_writable(fspath(out), reads=[*paths, *(fspath(path) for path in exclude)])
+        check_lines(out := fspath(out))
+        check_writable(out, reads=[*paths, *map(fspath, exclude)])
     words = excluded_words(exclude)
     lines = [(path, number, row) for path in paths for number, row in read_rows(path)]
     if not lines:
@@ -130,12 +131,10 @@ def inventory(
     if out is not None:
         if not (good := [row for row in counted if row.fault is None]):
             faults = ", ".join(f"{n} {fault}" for fault, n in Counter(row.fault for row in counted).items())
-            raise ValueError(
-                f"{fspath(out)} would hold no row ({faults}): leave out --out to see which kinds"
-            )
-        with replacing(fspath(out)) as file:
+            raise ValueError(f"{out} would hold no row ({faults}): leave out --out to see which kinds")
+        with replacing(out) as file:
             file.writelines(json.dumps(row.row, ensure_ascii=False) + "\n" for row in good)
-        report |= {"out": fspath(out), "kept": _by_kind(good)}
+        report |= {"out": out, "kept": _by_kind(good)}
     return Inventory(**made(), **report)
 
 
@@ -148,13 +147,10 @@ def _judge(rows: Sequence[CountedRow], words: set[int]) -> None:
             row.fault = "loops"
     good = [row for row in rows if row.fault is None]
     begun = {row.texts[:end] for row in good for end in range(2, len(row.texts))}
-    for row in good:
-        if row.texts in begun:  # another row goes on with this conversation
-            row.fault = "repeats"
-    good = [row for row in good if row.fault is None]
-    for row, copy in zip(good, near_copies(row.compared for row in good), strict=True):
-        if copy:
-            row.fault = "repeats"
+    whole = [row for row in good if row.texts not in begun]  # with which no other row goes on
+    copies = compress(whole, near_copies(row.compared for row in whole))
+    for row in (*(row for row in good if row.texts in begun), *copies):
+        row.fault = "repeats"
 
 
 def _by_kind(rows: Sequence[CountedRow]) -> dict[str, Holding]:
@@ -168,8 +164,8 @@ def _by_kind(rows: Sequence[CountedRow]) -> dict[str, Holding]:
 
 
 def _holding(rows: Sequence[CountedRow]) -> Holding:
-    def share(has: Callable[[CountedRow], bool]) -> float:
-        return round(sum(map(has, rows)) / len(rows), 4)
+    def share(which: Iterable[bool]) -> float:
+        return round(sum(which) / len(rows), 4)
 
     faults = Counter(row.fault for row in rows)
     return Holding(
@@ -177,9 +173,9 @@ def _holding(rows: Sequence[CountedRow]) -> Holding:
         answer_tokens=sum(row.learnt for row in rows),
         prompt=_lengths([row.tokens - row.learnt for row in rows]),
         answer=_lengths([row.learnt for row in rows]),
-        finished=share(lambda row: bool(row.row.get("finished", True))),
-        greedy=share(lambda row: row.row.get("temperature") == 0),
-        several_turns=share(lambda row: len(row.answers) > 1),
+        finished=share(bool(row.row.get("finished", True)) for row in rows),
+        greedy=share(row.row.get("temperature") == 0 for row in rows),
+        several_turns=share(len(row.answers) > 1 for row in rows),
         **{fault: faults[fault] for fault in FAULTS},
     )
 

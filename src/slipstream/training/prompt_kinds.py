@@ -3,13 +3,24 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
 
 from slipstream.core.target import Target
 from slipstream.provenance import suggested
 from slipstream.training.dedup import loops
-from slipstream.training.generators import Messages, Prompt, TextWriter, Written, has_room, wrapped
+from slipstream.training.generators import (
+    Messages,
+    Prompt,
+    TargetWriter,
+    TextRequest,
+    Writing,
+    Written,
+    derived,
+)
+from slipstream.training.resume import Row
 
 PLACE = "\u2983slipstream\u2984"  # a user's message that marks its place in the rendered template
 ASK = "regenerate prompts.jsonl --out answers.jsonl"
@@ -20,44 +31,12 @@ LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier
 TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
 UNUSED = 0.75  # of an unused prompt is not counted; if all were, a kind that never fits would take all turns
 TRIES = 30  # answers that are examined to find a fitting one
-FREE = {  # kinds whose prompts need nothing before them, and words that begin them
-    "any": [""],
-    "maths": [
-        *("A train", "If a", "A shop sells", "Solve", "What is the sum of", "Calculate", "A farmer has"),
-        *("How many", "Find the value of", "Prove that", "A rectangle has", "Tom has"),
-    ],
-    "code": [
-        *("Write a Python function", "Write a program", "What does this code do?\n\n", "Write an SQL query"),
-        *("Fix the bug in this code:\n\n", "Write a JavaScript function", "Implement", "Write a C++ program"),
-        *("Explain this code:\n\n", "How do I use Python to", "Write a shell script", "Write a class"),
-    ],
-    "writing": [
-        *("Write a story about", "Write a letter", "Write an email", "Write a poem", "Write an essay on"),
-        *("Imagine", "Write a dialogue between", "Write a product description", "Write a speech"),
-        *("Continue this story:", "Write an article about", "Write a review of"),
-    ],
-    "questions": [
-        *("What is", "Why do", "Explain", "How does", "Who was", "What are the differences between"),
-        *("Make a table of", "Give me some tips", "List", "What happens if", "When did", "Compare"),
-    ],
-}
-ABOUT = {  # kinds whose prompts follow a text that the target wrote before
-    "reading": ["According to the text,", "Based on the text above,", "What does the author", "In the text,"],
-    "summaries": ["Summarize", "Write a short summary", "What are the main points", "Give the text a title"],
-    "translation": ["Translate this into", "Translate the text above into", "How do you say this in"],
-}
-# kinds whose prompts follow an answer
-TURNS = {"turns": ["", "Can you", "What about", "Now", "Why", "Please", "Could you", "How"]}
+FREE, ABOUT, TURNS = yaml.safe_load(Path(__file__).with_name("prompt_openings.yaml").read_text()).values()
 KINDS = FREE | ABOUT | TURNS
 TEXTS = ("any", "writing", "questions")  # kinds whose answers prompts of `ABOUT` follow
 
 
-class PromptRow(NamedTuple):
-    """A conversation to answer, or raw text to go on with. A temperature of None is the next in turn."""
-
-    messages: Prompt
-    kind: str | None = None
-    temperature: float | None = None
+Used = set[tuple[str, ...]]  # conversations, by what their turns say
 
 
 class Begun(NamedTuple):
@@ -82,19 +61,11 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 
 def synthesize_prompts(
-    target: Target,
-    writer: TextWriter,
-    n: int,
-    temperature: float,
-    batch: int,
-    seed: int | None,
-    rows: Sequence[dict[str, Any]],
-    kinds: Sequence[str] = ("any",),
-    crowded: list[Prompt] | None = None,
-) -> Iterator[PromptRow]:
-    """Prompts that the target writes when it continues its chat template from where a user's words begin.
-    Too short, too long, unfinished and repeated ones are discarded. Without a template they are the first
-    words of raw texts.
+    target: Target, writing: Writing, n: int, rows: Sequence[Row], crowded: list[Prompt]
+) -> Iterator[TextRequest]:
+    """Prompts that the target writes when it continues its chat template from where a user's words begin, or
+    without a template the first words of raw texts; of each kind about as many. Too short, too long,
+    unfinished and repeated ones are discarded.
 
     Prompts come in units of `batch`, each of which is drawn from the seed, the number of its first row and
     the rows before it alone. The unit in which `rows` end comes again as a whole.
@@ -102,58 +73,51 @@ def synthesize_prompts(
     Args:
         n: how many, together with those of `rows`.
         rows: the answered rows. New ones may be appended meanwhile: some kinds of prompts begin with them.
-        kinds: of which about equally many prompts are written.
         crowded: takes those that are discarded because they leave no room for an answer.
 
     Raises:
-        ValueError: the target does not write usable prompts; without a template, also for kinds that follow
-            an answer.
+        ValueError: the target writes no usable prompts; or none of its kinds, without a template.
     """
-    if raw := is_raw(target):
-        limit, what, own = min(FIRST, target.window // 2), "beginnings of texts", "texts"
-        if other := [kind for kind in kinds if kind not in FREE]:
-            raise ValueError(
-                f"{other[0]} needs a chat template, which {target.name} lacks: {', '.join(FREE)} do not"
-            )
-    else:
-        limit, what, own = WORDS[1], "prompts", "prompts"
-    opening = raw_opening_of if raw else opening_of
-    opening(target, [])
-    done, crowded = len(rows), [] if crowded is None else crowded
-    begin = done - done % batch
+    raw, kinds = target.text is not None and not target.text.has_chat, writing.kinds
+    batch, temperature = writing.batch, writing.prompt_temperature or 0.0
+    if raw and (other := [kind for kind in kinds if kind not in FREE]):
+        free = ", ".join(FREE)
+        raise ValueError(f"{other[0]} needs a chat template, which {target.name} lacks: {free} do not")
+    opening_of(target, [])
+    limit = min(FIRST, target.window // 2) if raw else WORDS[1]
+    done, begin = len(rows), writing.first(len(rows))
     per_kind = Counter(row.get("kind") for row in rows[:begin])
-    known = {key for row in rows[:begin] for key in _keys(_asked(row))}
-    late = {_key(_asked(row)) for row in rows[begin:]}  # a server may write others than these now
+    known = {key for row in rows[:begin] for key in _keys(prompt_of(row))}
+    late = {_key(prompt_of(row)) for row in rows[begin:]}  # a server may write others than these now
     for start in range(begin, n if done < n else 0, batch):
         # At most a share of a unit makes up for a kind's lack: one that never fits would take all turns.
         least = max(per_kind.values(), default=0) - batch / len(kinds)
         by_number = sorted(kinds, key=lambda kind: per_kind[kind])
         counts = {kind: max(float(per_kind[kind]), least) for kind in by_number}
-        earlier, used, number, end, tries = rows[:start], set(known), start, min(start + batch, n), 0
-        for i in count():
-            if number == end:
-                break
+        earlier, used, number, end = rows[:start], set(known), start, min(start + batch, n)
+        i = tries = 0
+        while number < end:
             if tries >= PATIENCE * batch:
-                raise ValueError(
-                    f"target {target.name} wrote {number} usable {what} and then none: raise the "
-                    f"temperature, or give {own} of your own: {suggested(ASK)}"
-                )
-            chance, size = random.Random(f"{seed} {start} {i}"), min(batch, 2 * (start + batch - number))
+                what, own = ("beginnings of texts", "texts") if raw else ("prompts", "prompts")
+                fix = f"raise the temperature, or give {own} of your own: {suggested(ASK)}"
+                raise ValueError(f"target {target.name} wrote {number} usable {what} and then none: {fix}")
+            chance = random.Random(f"{writing.seed} {start} {i}")
+            size = min(batch, 2 * (start + batch - number))
             begun, texts = list[Begun](), list[str]()
             for prompt in [_begin(counts, used, earlier, chance) for _ in range(size)]:
-                text = opening(target, prompt.before) + prompt.text
+                text = opening_of(target, prompt.before) + prompt.text
                 if raw or _fits(target, prompt, text):
                     begun.append(prompt)
                     texts.append(text)
                 else:
                     counts[prompt.kind] -= UNUSED
-            tries += size
             # No two batches share a seed.
-            drawn = None if seed is None else wrapped(seed + (start << 32) + i * batch)
-            answers = writer.go_on(texts, temperature, limit, drawn) if texts else []
+            seed = derived(writing.seed, (start << 32) + i * batch)
+            i, tries = i + 1, tries + size
+            answers = writing.writer.go_on(texts, temperature, limit, seed) if texts else []
             for prompt, answer in zip(begun, answers, strict=True):
                 whole = _whole(target, prompt, answer, raw)
-                if whole is not None and not has_room(target, whole):
+                if whole is not None and not TargetWriter(target).has_room(whole):
                     crowded.append(whole)
                     whole = None
                 taken = used | late if number >= done else used
@@ -164,36 +128,25 @@ def synthesize_prompts(
                 known |= _keys(whole)
                 per_kind[prompt.kind] += 1
                 number, tries = number + 1, 0
-                yield PromptRow(whole, prompt.kind, prompt.temperature)
-
-
-def is_raw(target: Target) -> bool:
-    """Whether a target reads text without a chat template, and so writes raw texts."""
-    return target.text is not None and not target.text.has_chat
-
-
-def raw_opening_of(target: Target, before: Messages) -> str:
-    """The text of the token that begins raw texts. Raises ValueError if there is none."""
-    assert target.text is not None
-    first = target.text.ids("", special=True) or ([] if target.text.eos is None else [target.text.eos])
-    if not first:
-        raise ValueError(f"{target.name} has no token that begins a text: {suggested(ASK)}")
-    return target.text.decode(first, special=True)
+                yield TextRequest(whole, prompt.temperature, kind=prompt.kind)
 
 
 def opening_of(target: Target, before: Messages) -> str:
-    """The chat template's text up to the user's next words. Raises ValueError if there is no template, or if
-    it does not render a user's words as they are."""
-    own = f"give prompts of your own: {suggested(ASK)}"
-    if target.text is None or not target.text.has_chat:
+    """The chat template's text up to the user's next words; without a template, that of the token that begins
+    raw texts. Raises ValueError if there is neither, or if the template changes a user's words."""
+    text, own = target.text, f"give prompts of your own: {suggested(ASK)}"
+    if text is None:
         raise ValueError(f"target {target.name} has no chat template to write prompts from: {own}")
-    text = target.text.render([*before, {"role": "user", "content": PLACE}], ask=False)
-    opening, place, _ = text.partition(PLACE)
+    if not text.has_chat:
+        first = text.ids("", special=True) or ([] if text.eos is None else [text.eos])
+        if not first:
+            raise ValueError(f"{target.name} has no token that begins a text: {suggested(ASK)}")
+        return text.decode(first, special=True)
+    rendered = text.render([*before, {"role": "user", "content": PLACE}], ask=False)
+    opening, place, _ = rendered.partition(PLACE)
     if not place:
-        raise ValueError(
-            f"target {target.name}'s chat template changes a user's words, so that no prompts can be begun "
-            f"in it: {own}"
-        )
+        changes = "chat template changes a user's words, so that no prompts can be begun in it"
+        raise ValueError(f"target {target.name}'s {changes}: {own}")
     return opening
 
 
@@ -205,12 +158,7 @@ def _fits(target: Target, begun: Begun, text: str) -> bool:
     return len(target.text.ids(text)) <= max(target.window - WORDS[1], target.window // 2)
 
 
-def _begin(
-    counts: dict[str, float],
-    used: set[tuple[str, ...]],
-    rows: Sequence[dict[str, Any]],
-    chance: random.Random,
-) -> Begun:
+def _begin(counts: dict[str, float], used: Used, rows: Sequence[Row], chance: random.Random) -> Begun:
     """A prompt of the rarest kind that can be begun. It is counted, and what it continues is `used`."""
     for kind in sorted(counts, key=lambda kind: counts[kind]):
         words, before, text, temperature = chance.choice(KINDS[kind]), [], "", None
@@ -232,9 +180,7 @@ def _begin(
     raise AssertionError("a free kind can always be begun")
 
 
-def _earlier(
-    rows: Sequence[dict[str, Any]], chance: random.Random, kind: str, used: set[tuple[str, ...]]
-) -> dict[str, Any] | None:
+def _earlier(rows: Sequence[Row], chance: random.Random, kind: str, used: Used) -> Row | None:
     """A finished answer to go on from, or to write about, if one is found."""
     for row in (chance.choice(rows) for _ in range(TRIES if rows else 0)):
         answer = row["messages"][-1]["content"]
@@ -260,7 +206,8 @@ def _whole(target: Target, begun: Begun, answer: Written, raw: bool) -> Prompt |
     return None if long and len(target.text.ids(target.text.render(prompt, ask=True))) > LONGEST else prompt
 
 
-def _asked(row: dict[str, Any]) -> Prompt:
+def prompt_of(row: Row) -> Prompt:
+    """What a row answers."""
     return row["prompt"] if "prompt" in row else row["messages"][:-1]
 
 

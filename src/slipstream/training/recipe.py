@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,29 +15,15 @@ from slipstream.files import read_text
 from slipstream.methods import METHODS
 from slipstream.provenance import suggested
 
-# Recipes once had every setting for every method, most of them without effect. A setting that the method does
-# not read is dropped at its defaults of then, and at any value where a run wrote the recipe with all of them.
-ONCE: dict[str, dict[str, tuple[Any, ...]]] = {
-    "head": {
-        **dict.fromkeys(("intermediate_size", "taps", "start", "hidden_size", "blocks"), (None,)),
-        **dict.fromkeys(("input_norm", "own_ends", "published"), (False,)),
-        **dict.fromkeys(("cascade", "glimpses", "deep"), (True,)),
-        **{"depth": (7,), "layers": (1,), "prompts": (16,)},
-    },
-    "loss": {
-        **{"feature": (1.0, 0.0), "token": (0.1, 1.0), "acceptance": (0.0,), "noise": (0.1, 0.0)},
-        **{"unroll": (1,), "groups": (64,), "block": (5,), "offset": (True,), "decay": (0.8,)},
-    },
-}
+# Settings that recipes once had for every method, with their defaults of then. One that the method does not
+# read is dropped at these, and at any value where a run wrote the recipe with all of them.
+ONCE = yaml.safe_load(Path(__file__).with_name("earlier_settings.yaml").read_text())
 
 
 def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -> Recipe:
     """The recipe of a file (default: all defaults), `section.key=value` overrides, and what the caller gives.
-
-    Raises:
-        ValueError: it cannot be read, a key is unknown (the nearest is offered), the method does not read it,
-            or a value is out of range.
-    """
+    Raises ValueError: it cannot be read, a key is unknown (the nearest is offered), the method does not read
+    it, or a value is out of range."""
     values: Any = {}
     if path is not None:
         values = _yaml(read_text(path, "recipe"), f"recipe {path}") or {}
@@ -45,9 +32,8 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
             raise ValueError(f"recipe {path} is a {what}: write sections such as data: and loss:")
     in_file, asked = values.get("method"), given.get("method")
     if None not in (in_file, asked) and in_file != asked:
-        raise ValueError(
-            f"recipe {path} is for {in_file!r}: {suggested(f'train {in_file}')}, or a recipe for {asked!r}"
-        )
+        fix = f"{suggested(f'train {in_file}')}, or a recipe for {asked!r}"
+        raise ValueError(f"recipe {path} is for {in_file!r}: {fix}")
     kind = recipe_class(asked or in_file or "eagle", "train" if asked else f"recipe {path}")
     values = _without_others(values, kind)
     for override in overrides:

@@ -5,7 +5,7 @@ Both record what made them. Only a run with the same record continues them.
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,10 +27,9 @@ OTHERWISE = {
 }
 
 
-def changed(was: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
+def changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys in which two records differ."""
-    names = dict.fromkeys([*now, *was])
-    return [name for name in names if name not in ignored and now.get(name) != was.get(name)]
+    return [name for name in dict.fromkeys([*now, *was]) if now.get(name) != was.get(name)]
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -44,9 +43,8 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise ValueError(
-            f"checkpoint {path} cannot be written: {reason}: the last one stays; free the disk, --resume"
-        ) from error
+        fix = "the last one stays; free the disk, --resume"
+        raise ValueError(f"checkpoint {path} cannot be written: {reason}: {fix}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -82,13 +80,11 @@ def answer_file(path: str, made_by: dict[str, Any]) -> Iterator[tuple[list[Row],
         rows = _read_answers(path)
         for row in rows:
             if not isinstance(before := row.get("made"), dict):
-                raise ValueError(
-                    f"{path} does not say how it was made, as earlier versions did not: train on it, and "
-                    "name another file"
-                )
+                fix = "train on it, and name another file"
+                raise ValueError(f"{path} does not say how it was made, as earlier versions did not: {fix}")
             # Earlier versions did not record a generation_config. A target may have several names.
             before = {"generation_config": made_by.get("generation_config"), **before}
-            if names := changed(before, made_by, ignored=["target"]):
+            if names := [name for name in changed(before, made_by) if name != "target"]:
                 was, now = (
                     ", ".join(f"{name} {record.get(name, 'none')}" for name in names)
                     for record in (before, made_by)
@@ -101,9 +97,8 @@ def answer_file(path: str, made_by: dict[str, Any]) -> Iterator[tuple[list[Row],
                 with open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
             except OSError as error:
-                raise ValueError(
-                    f"output {path} cannot be written: {error.strerror}: what is there stays; run it again"
-                ) from error
+                fix = "what is there stays; run it again"
+                raise ValueError(f"output {path} cannot be written: {error.strerror}: {fix}") from error
             rows.append(row)
 
         yield rows, append
@@ -118,11 +113,7 @@ def _read_answers(path: str) -> list[Row]:
             *lines, incomplete = file.read().split(b"\n")
             rows = [parsed(line.decode()) for line in lines]
             begin = json.dumps(SOURCE)[:-1].encode()
-            own = incomplete[: len(begin)] == begin[: len(incomplete)]
-            for row in rows:
-                own = own and row.items() >= SOURCE.items() and bool(row.get("messages") or row["prompt"])
-                own = own and all({*message} >= {"role", "content"} for message in row.get("messages", ()))
-            if not own:
+            if incomplete[: len(begin)] != begin[: len(incomplete)] or not all(map(_is_answer, rows)):
                 raise ValueError("not written by synthesize or regenerate")
             file.truncate(sum(len(line) + 1 for line in lines))
             return rows
@@ -130,3 +121,9 @@ def _read_answers(path: str) -> list[Row]:
         raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds something else than answers: name another file") from error
+
+
+def _is_answer(row: Row) -> bool:
+    messages = row.get("messages", ())
+    own = row.items() >= SOURCE.items() and bool(messages or row["prompt"])
+    return own and all({*message} >= {"role", "content"} for message in messages)

@@ -84,7 +84,8 @@ def train(
         data, recipe, overrides, resume: see `recipe_of`; `resume` goes on from the last checkpoint.
         force: write into any directory, whatever it holds, and learn answers of another target, too.
         progress: called with the figures of each step.
-        filling: see `Trainer.prepare`.
+        filling: called with a name and a number of tokens when long work begins; it returns a function to
+            call with each number of tokens done.
 
     Raises:
         ValueError: the recipe, the data, the directory or the checkpoint does not fit, or training diverges.
@@ -115,7 +116,7 @@ def train(
         tree=method.head.tree,
         tau=state.best,
         trained_tokens=state.trained,
-        minutes=round(state.seconds / 60, 1),
+        minutes=state.minutes,
         history=state.history,
     )
 
@@ -128,26 +129,19 @@ def recipe_of(
     overrides: str | Sequence[str] = (),
     resume: bool = False,
 ) -> Recipe:
-    """The recipe of a file, with data and overrides in its place; by default that of a resumed run.
-
-    Args:
-        data: files of examples, in the place of the recipe's.
-        recipe: a YAML file; see the recipe.yaml that each run leaves.
-        overrides: "section.key=value".
-
-    Raises:
-        ValueError: see `load_recipe`; a file that is read would be written over.
-    """
+    """The recipe of a YAML file, by default that of a resumed run, with other files of examples (`data`) and
+    `overrides` such as "section.key=value". Raises ValueError as `load_recipe` does, and where a file that is
+    read would be written over."""
     if directory is not None:
         directory = written_to(directory)
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/{RECIPE}"
-    sections = {"data": {"files": [fspath(file) for file in several(data)]}} if data else {}
+    sections = {"data": {"files": [*map(fspath, several(data))]}} if data else {}
     settings = load_recipe(recipe, several(overrides), method=method, **sections)
     if directory is not None and not resume:
-        reads = {os.path.realpath(file): file for file in (*settings.data.files, recipe) if file is not None}
-        for name in (RECIPE, LOG):
-            if file := reads.get(os.path.realpath(f"{directory}/{name}")):
+        writes = [os.path.realpath(f"{directory}/{name}") for name in (RECIPE, LOG)]
+        for file in (*settings.data.files, recipe):
+            if file is not None and os.path.realpath(file) in writes:
                 raise ValueError(f"{file} is read by this run, which would write over it: name another --out")
     return settings
 
@@ -163,10 +157,8 @@ def preview(target: Target, data: Data, count: int = 3, force: bool = False) -> 
             text.append(target.text.decode([token], special=True), LEARNT if learnt else READ)
         title = f"example {i + 1}: {sum(example.loss)} of {len(example.tokens)} tokens are learnt"
         panels.append(Panel(text, title=title))
-    legend = Text.assemble(
-        ("learnt", LEARNT), "  ", ("only read", READ), "  · a token counts as an assistant's, or as its end"
-    )
-    return Group(*panels, legend)
+    counts = "  · a token counts as an assistant's, or as its end"
+    return Group(*panels, Text.assemble(("learnt", LEARNT), "  ", ("only read", READ), counts))
 
 
 def _draw_curve(trainer: Trainer | None, directory: str) -> None:
@@ -201,14 +193,12 @@ class Watch:
 
     def show(self, step: StepFigures) -> None:
         """Update the stage's bar with the latest figures."""
-        stage = f"stage {step.stage + 1}"
+        stage, console = f"stage {step.stage + 1}", self._bar.console
         if step.stage not in self._stages:
             self._stages[step.stage] = self._bar.add_task(stage, total=step.of, note="")
         note = f"predicted τ {step.tau:.2f}  loss {step.loss:.3f}  agree {step.agree:.0%}"
         note += f"  {step.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._stages[step.stage], completed=step.step, note=note)
-        if (
-            not self._bar.console.is_terminal and step.tau != self._logged_tau
-        ):  # a line per prediction in a log
+        if not console.is_terminal and step.tau != self._logged_tau:  # a line per prediction in a log
             self._logged_tau = step.tau
-            self._bar.console.print(f"{stage}, step {step.step} of {step.of}: {note}", soft_wrap=True)
+            console.print(f"{stage}, step {step.step} of {step.of}: {note}", soft_wrap=True)

@@ -1,32 +1,21 @@
 """Training data that the target writes: answers to given prompts, and prompts from its own chat template."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import tee
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from os import PathLike, fspath
 from typing import Any
 
 from rich.text import Text
 
-from slipstream.core.sampling import Sampling
-from slipstream.files import (
-    STANDARD,
-    check_counts,
-    check_given,
-    check_writable,
-    evenly,
-    is_whole,
-    several,
-    written_to,
-)
+from slipstream.files import STANDARD, check_counts, check_writable, evenly, several, written_to
 from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
-from slipstream.training.generators import Prompt, TargetWriter, TextRequest, TextWriter, wrapped, writer_of
-from slipstream.training.prompt_kinds import PromptRow, check_kinds, synthesize_prompts
-from slipstream.training.resume import SOURCE, Row, answer_file
+from slipstream.training.generators import Prompt, TextRequest, TextWriter, Writing, writer_of
+from slipstream.training.prompt_kinds import check_kinds, prompt_of, synthesize_prompts
+from slipstream.training.resume import answer_file
 
 LineProgress = Callable[[int, int], None]  # called with the lines in the file and their final number
 
@@ -40,76 +29,8 @@ class Answers(Result):
     discarded: int = 0
 
     def __rich__(self) -> Text:
-        summary = f"{self.lines} answers in {self.path}"
-        if self.discarded:
-            summary += f"; prompts that left no room for an answer were discarded: {self.discarded}"
-        return Text(summary)
-
-
-@dataclass
-class Writing:
-    """A writer and its settings. Batches take the temperatures in turn. Raises ValueError.
-
-    A seed of None is 0 for a target. A server is sent none: vLLM's CPU build fails on seeds where a prompt is
-    read in two pieces.
-    """
-
-    writer: TextWriter
-    temperatures: Sequence[float]
-    max_new_tokens: int
-    batch: int
-    seed: int | None
-    prompt_temperature: float | None = None
-    kinds: Sequence[str] = ("any",)
-
-    def __post_init__(self) -> None:
-        check_given(temperatures=self.temperatures)
-        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch)
-        check_kinds(self.kinds)
-        if self.seed is None and isinstance(self.writer, TargetWriter):
-            self.seed = 0
-        for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
-            Sampling(temperature=temperature, seed=self.seed or 0)
-        for name, value in vars(self).items():  # rows record them as JSON, which has no NumPy
-            if is_whole(value):
-                setattr(self, name, int(value))
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The model and the settings, as each row records them."""
-        kinds = None if [*self.kinds] == ["any"] else [*self.kinds]  # earlier versions knew no kinds
-        record = {**self.writer.about, **vars(self), "temperatures": [*self.temperatures], "kinds": kinds}
-        return {name: value for name, value in record.items() if name != "writer" and value is not None}
-
-    def first(self, done: int) -> int:
-        """The row from which a file with `done` rows continues: the first of its last batch. A batch is
-        answered again as a whole, since what is drawn may depend on its neighbours."""
-        return done - done % self.batch
-
-    def rows(self, questions: Iterable[PromptRow], done: int) -> Iterator[Row]:
-        """The row of each question, in order, without the `done` rows that are in the file. The first
-        question is that of row `first(done)`."""
-
-        def requests() -> Iterator[tuple[PromptRow, TextRequest]]:
-            for number, question in enumerate(questions, self.first(done)):
-                temperature = self.temperatures[number // self.batch % len(self.temperatures)]
-                if question.temperature is not None:
-                    temperature = question.temperature
-                seed = None if self.seed is None else wrapped(self.seed + number)
-                yield question, TextRequest(question.messages, temperature, seed)
-
-        sent, answered = tee(requests())
-        answers = self.writer.answer((request for _, request in sent), self.max_new_tokens, self.batch)
-        pairs = zip(answers, answered, strict=False)  # an answer first, for which its question is written
-        for number, (answer, (question, request)) in enumerate(pairs, self.first(done)):
-            if number < done:
-                continue
-            kind = {} if question.kind is None else {"kind": question.kind}
-            text: dict[str, Any] = {"prompt": question.messages, "completion": answer.text}
-            if not isinstance(question.messages, str):
-                text = {"messages": [*question.messages, {"role": "assistant", "content": answer.text}]}
-            row = {**SOURCE, "made": self.record, **kind, "temperature": request.temperature}
-            yield {**row, "finished": answer.finished, **text}
+        others = f"; prompts that left no room for an answer were discarded: {self.discarded}"
+        return Text(f"{self.lines} answers in {self.path}{others if self.discarded else ''}")
 
 
 @public
@@ -128,9 +49,7 @@ def regenerate(
     progress: LineProgress = lambda lines, of: None,
 ) -> Answers:
     """Let the target answer the first questions of conversations, whose own answers are dropped, and go on
-    with raw texts.
-
-    Lines are appended batch by batch. A run continues what an interrupted one has written, and ends with the
+    with raw texts. Lines are appended batch by batch. A run continues an interrupted file, and ends with the
     same file as one that was never interrupted. A question that leaves no room for an answer is discarded.
 
     Args:
@@ -155,18 +74,17 @@ def regenerate(
     rows = conversations(source) if isinstance(source, (str, PathLike)) else source
     questions = list[Prompt](filter(None, map(_question, templated(evenly(rows, limit), several(systems)))))
     if not questions:
-        raise ValueError(
-            f"{len(rows)} conversations hold no question: give rows in which a user asks something"
-        )
+        fix = "give rows in which a user asks something"
+        raise ValueError(f"{len(rows)} conversations hold no question: {fix}")
     writing = Writing(writer_of(writer, target), several(temperatures), max_new_tokens, batch, seed)
     fitting = _with_room(writing.writer, questions)
     with answer_file(out, writing.record) as (written, append):
-        answered = [row["prompt"] if "prompt" in row else _question(row["messages"]) for row in written]
+        answered = list(map(prompt_of, written))
         if answered != fitting[: len(answered)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
         progress(len(written), len(fitting))
         others = fitting[writing.first(len(written)) :] if len(written) < len(fitting) else []
-        for row in writing.rows(map(PromptRow, others), len(written)):
+        for row in writing.rows(map(TextRequest, others), len(written)):
             append(row)
             progress(len(written), len(fitting))
     return Answers(**made(), path=out, lines=len(fitting), discarded=len(questions) - len(fitting))
@@ -174,14 +92,15 @@ def regenerate(
 
 def conversations(path: str | PathLike[str]) -> list[Prompt]:
     """The conversations and raw texts of a file in any training shape. Raises ValueError for an empty one."""
-    rows = list(read_rows(fspath(path)))
-    if offering := [number for number, row in rows if "tools" in row]:
-        raise ValueError(
-            f"{path}, line {offering[0]}: regenerate offers no tools: leave them out, or train on this answer"
-        )
-    if not rows:
+    prompts = list[Prompt]()
+    for number, row in read_rows(fspath(path)):
+        if "tools" in row:
+            fix = "leave them out, or train on this answer"
+            raise ValueError(f"{path}, line {number}: regenerate offers no tools: {fix}")
+        prompts.append(row.get("messages") or row.get("prompt") or row.get("text", []))
+    if not prompts:
         raise ValueError(f"{path} has no rows: give questions, or raw texts to go on with")
-    return [row.get("messages") or row.get("prompt") or row.get("text", []) for _, row in rows]
+    return prompts
 
 
 def templated(rows: Sequence[Prompt], systems: Sequence[str]) -> list[Prompt]:
@@ -222,29 +141,28 @@ def synthesize(
             as many. Prompts of the last four are about answers before them.
 
     Raises:
-        ValueError: the target writes no usable prompts; a kind is unknown; the file
-            cannot be written, holds something else, or answers by another model or under other settings; or
-            another process writes it.
+        ValueError: the target writes no usable prompts; a kind is unknown; the file cannot be written, holds
+            something else, or answers by another model or under other settings; or another process writes it.
     """
     check_counts(prompts=prompts)
     out, target = _checked(out), loaded(target)
-    chosen, kinds = writer_of(writer, target), several(kinds)
-    writing = Writing(chosen, several(temperatures), max_new_tokens, batch, seed, prompt_temperature, kinds)
+    check_kinds(kinds := several(kinds))
+    writer, temperatures = writer_of(writer, target), several(temperatures)
+    writing = Writing(writer, temperatures, max_new_tokens, batch, seed, prompt_temperature, kinds)
     with answer_file(out, writing.record) as (rows, append):
         progress(len(rows), prompts)
         crowded: list[Prompt] = []
-        settings = (prompt_temperature, batch, writing.seed, rows, kinds, crowded)
-        for row in writing.rows(synthesize_prompts(target, chosen, prompts, *settings), len(rows)):
+        for row in writing.rows(synthesize_prompts(target, writing, prompts, rows, crowded), len(rows)):
             append(row)
             progress(len(rows), prompts)
     return Answers(**made(), path=out, lines=len(rows), discarded=len(crowded))
 
 
-def _question(messages: Prompt) -> Prompt:
-    if isinstance(messages, str):
-        return messages
-    turns = [message["role"] for message in messages]
-    return messages[: turns.index("assistant")] if "assistant" in turns else messages
+def _question(prompt: Prompt) -> Prompt:
+    """Raw text, or a conversation up to its first answer."""
+    if isinstance(prompt, str):
+        return prompt
+    return list(takewhile(lambda turn: turn["role"] != "assistant", prompt))
 
 
 def _with_room(writer: TextWriter, questions: Sequence[Prompt]) -> list[Prompt]:

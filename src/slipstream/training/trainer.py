@@ -63,6 +63,10 @@ class Progress:
     best: float = 0.0  # the highest predicted τ; the drafter directory holds the weights that reached it
     history: list[Evaluation] = field(default_factory=list)
 
+    @property
+    def minutes(self) -> float:
+        return round(self.seconds / 60, 1)
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -100,25 +104,28 @@ class Trainer:
     ) -> None:
         self.target, self.recipe, self.home, self.stages = target, recipe, Path(directory), recipe.staged()
         self._directory, self._resume, self._force = directory, resume, force
-        objective = METHODS[recipe.method].objective
-        assert objective is not None
-        self._method: type[Objective] = resolve_name(objective)
+        self._method: type[Objective] = resolve_name(str(METHODS[recipe.method].objective))
+        self._storage: torch.dtype = getattr(torch, recipe.head.storage)
         taps = recipe.head.reads(target.sizes.blocks)
         self._taps = taps if taps[-1:] == (FINAL,) else (*taps, FINAL)  # labels are last
-        # One process reads features while the others wait.
-        patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
-        on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
         AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
-        self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
+        self.accelerator = Accelerator(
+            mixed_precision=recipe.schedule.precision,
+            cpu=target.device.type == "cpu",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],  # while one reads features
+        )
         self.progress = Progress()
         self.leads = self.accelerator.is_main_process  # only this process writes
-        self._stop, self._data_key = 0, ""  # the signal to stop for; the key of the stage's features
         self.checkpoint: str | None = None  # where the last one was made
+        self._stop, self._data_key = 0, ""  # the signal to stop for; the key of the stage's features
         self._lock, self._saved = ExitStack(), None
         self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out questions
-        self._made_by: dict[str, Any] = {"target": target.fingerprint, "dtype": target.precision}
-        self._made_by |= {"processes": self.accelerator.num_processes}
-        self._made_by |= {"recipe": recipe.model_dump(mode="json")}
+        self._made_by = {
+            "target": target.fingerprint,
+            "dtype": target.precision,
+            "processes": self.accelerator.num_processes,
+            "recipe": recipe.model_dump(mode="json"),
+        }
         with self._claimed():
             if resume:
                 self._saved = read_checkpoint(self.home / STATE, self._made_by, self.home / RECIPE)
@@ -129,11 +136,11 @@ class Trainer:
         if not self.leads:
             yield
             return
-        directory, continues = self._directory, self._resume or self._force
+        home, directory, continues = self.home, self._directory, self._resume or self._force
         start = getattr(self.recipe.head, "start", None)
         begun_as = [] if start is None else [find_drafter(start, self.target)]
         with claimed(directory, ("train",), continues, [self.target.source, *begun_as]):
-            begun, drafts = (self.home / STATE).exists(), (self.home / "config.json").exists()
+            begun, drafts = (home / STATE).exists(), (home / "config.json").exists()
             if self._resume and not begun:
                 begin = "begin anew with --force" if drafts else "leave --resume out to begin"
                 raise ValueError(f"{directory} holds no checkpoint to resume: {begin}")
@@ -143,27 +150,16 @@ class Trainer:
             yield
 
     def prepare(self, filling: Filling = lambda what, total: lambda n: None) -> None:
-        """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
-
-        Args:
-            filling: called with a name and a number of tokens when long work begins; it returns a
-                function to call with each number of tokens done.
-        """
+        """Read the data, let the target answer the held-out prompts, and begin or restore the objective."""
         with ExitStack() as lock, sdpa_kernel(BACKENDS):
             lock.enter_context(self._claimed())  # released if this fails
             self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
             self._rehearse()
-            recorded = self._known_answers()
-            if recorded is None:
-                prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
-                advance = filling("answering held-out prompts", len(prompts) * limit)
-                recorded = record(self.target, prompts, limit, self._taps)
-                advance(len(prompts) * limit)
-            taps = zip(recorded.tapped(self._taps), recorded.lengths, strict=True)
+            self.recorded, self._filling = self._known_answers() or self._record(filling), filling
+            taps = zip(self.recorded.tapped(self._taps), self.recorded.lengths, strict=True)
             features = torch.cat([states[:length] for states, length in taps])
             self.objective = self._method.begin(self.recipe, self.target, self._all, features)
             self.vocab_coverage = coverage(self._all, self.objective._vocab)
-            self.recorded, self._filling = recorded, filling
             if (saved := self._saved) is not None:
                 self.objective.load_state_dict(saved["objective"])
                 history = [Evaluation(**entry) for entry in saved["progress"]["history"]]
@@ -176,11 +172,11 @@ class Trainer:
 
     def _rehearse(self) -> None:
         """Make all that the recipe asks for once, before features take hours. Raises ValueError."""
-        width = sum(self.target.widths(self._taps))
-        sample = torch.ones(8, width, dtype=self.target.dtype, device=self.target.device)
+        target, width = self.target, sum(self.target.widths(self._taps))
+        sample = torch.ones(8, width, dtype=target.dtype, device=target.device)
         with understood("this recipe"):
-            objective = self._method.begin(self.recipe, self.target, self._all[:8], sample)
-            objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
+            objective = self._method.begin(self.recipe, target, self._all[:8], sample)
+            objective.drafter(self.recipe.head.tree, self._storage)
             for stage in self.stages:
                 _adamw(objective, stage.optimizer)
 
@@ -192,6 +188,14 @@ class Trainer:
         texts = [(e.prompt, e.answer[: self._data.held_out_tokens]) for e in self._held_out]
         recorded = RecordedTarget(self.target, texts, self._taps)
         return recorded if recorded.greedy_share() > OWN else None
+
+    def _record(self, filling: Filling) -> RecordedTarget:
+        """The target's own answers to the held-out prompts."""
+        prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
+        advance = filling("answering held-out prompts", len(prompts) * limit)
+        recorded = record(self.target, prompts, limit, self._taps)
+        advance(len(prompts) * limit)
+        return recorded
 
     def _read_data(self, data: Data) -> None:
         accepted = self._force or self._resume  # a run that goes on has looked at them
@@ -207,11 +211,8 @@ class Trainer:
 
     def run(self, show: Show = lambda figures: None) -> Progress:
         """Train to the end. Ctrl-C and SIGTERM leave a checkpoint to resume from. Then their own handlers are
-        called: that of Ctrl-C raises KeyboardInterrupt.
-
-        Raises:
-            ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
-        """
+        called: that of Ctrl-C raises KeyboardInterrupt. Raises ValueError: a checkpoint cannot be written, or
+        training diverges. The last checkpoint stays."""
         with self._lock, sdpa_kernel(BACKENDS), memory_kept():
             self._write_recipe()
             for stage in range(self.progress.stage, len(self.stages)):
@@ -257,20 +258,17 @@ class Trainer:
         """The features of the stage's data, cached as far as the recipe allows."""
         if recipe.data != self._data:
             self._read_data(recipe.data)
-        batches = pack(self._all, recipe.schedule.batch_tokens)
-        if len(batches) < self.accelerator.num_processes:
-            raise ValueError(
-                f"{len(batches)} batches are too few for {self.accelerator.num_processes} processes: "
-                "give more data, or lower schedule.batch_tokens"
-            )
+        batches, processes = pack(self._all, recipe.schedule.batch_tokens), self.accelerator.num_processes
+        if len(batches) < processes:
+            fix = "give more data, or lower schedule.batch_tokens"
+            raise ValueError(f"{len(batches)} batches are too few for {processes} processes: {fix}")
         taps = self._taps if self._method.reads_features else ()
         features = Features(self.target, self._all, batches, taps, int(recipe.features.disk_gib * 2**30))
         self._data_key = features.key
         if self._saved is not None and self._saved["data"] not in (None, features.key):
             raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin anew")
         if self.leads and features.stored:
-            total = sum(len(self._all[i].tokens) for batch in batches[: features.stored] for i in batch)
-            features.fill(self._filling("reading features", total))
+            features.fill(self._filling("reading features", features.tokens))
         self.accelerator.wait_for_everyone()
         return features
 
@@ -319,13 +317,11 @@ class Trainer:
     def _evaluate(self, loss: float | None = None) -> None:
         """Predict τ, and save the drafter directory if it is the best so far."""
         self._check_weights()
-        progress, tree = self.progress, self.recipe.head.tree
-        storage = getattr(torch, self.recipe.head.storage)
-        drafter = self.objective.drafter(tree, storage)
+        progress, drafter = self.progress, self.objective.drafter(self.recipe.head.tree, self._storage)
         prediction = self.judge(drafter)
-        acceptance = [round(a, 4) for a in prediction.acceptance]
+        tau, acceptance = round(prediction.tau, 4), [round(share, 4) for share in prediction.acceptance]
         place = (progress.stage, progress.step, progress.trained, loss)
-        progress.history.append(Evaluation(*place, round(prediction.tau, 4), acceptance))
+        progress.history.append(Evaluation(*place, tau, acceptance))
         better, progress.best = prediction.tau > progress.best, max(progress.best, prediction.tau)
         if not self.leads:
             return
@@ -334,7 +330,7 @@ class Trainer:
         if better:
             config, tensors = drafter.pack()
             config["vocabulary"] = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
-            tensors |= self.objective.weights(storage)  # the drafter's were rounded to the target's precision
+            tensors |= self.objective.weights(self._storage)  # not rounded to the target's precision
             about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), None)
             save_drafter(self.home, *about, force=True)
 
@@ -343,17 +339,16 @@ class Trainer:
         return (predict if self.objective.reads_features else decoded)(drafter, self.recorded)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
-        progress = self.progress
         predicted = {name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")}
         predicted |= {"tree": self.recipe.head.tree, "texts": len(self.recorded.tokens)}
         files = dict.fromkeys(Path(file).name for stage in self.stages for file in stage.data.files)
         return {
             "predicted": predicted,
-            "trained_tokens": progress.trained,
+            "trained_tokens": self.progress.trained,
             "examples": len(self._all),
-            "minutes": round(progress.seconds / 60, 1),
-            "stage": progress.stage,
-            "step": progress.step,
+            "minutes": self.progress.minutes,
+            "stage": self.progress.stage,
+            "step": self.progress.step,
             "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
             "data": [*files],
         }
