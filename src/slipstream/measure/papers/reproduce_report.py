@@ -88,11 +88,12 @@ class Table(Part):
         """An entry's table. `new`: tokens of each answer; `missing`: by drafter, what to do about it."""
         values, relations = [], []
         for line in entry.lines:
-            row, column, paper, (ours, interval) = line.row, line.column, line.paper, cells.value(line.figure)
+            ours, interval = cells.value(line.figure)
+            row, column, paper = line.row, line.column, line.paper
             values.append(Value(row=row, column=column, ours=ours, interval=interval, paper=paper))
         for claim in entry.claims:
-            text, (verdict, by, interval) = claim.text, cells.verdict(claim)
-            relations.append(Relation(claim=text, verdict=verdict, difference=by, interval=interval))
+            verdict, by, interval = cells.verdict(claim)
+            relations.append(Relation(claim=claim.text, verdict=verdict, difference=by, interval=interval))
         counts = [count for figure in entry.figures if (count := cells.questions(figure))]
         absent = [missing[figure.drafter] for figure in entry.figures if figure.drafter in missing]
         return cls(
