@@ -88,7 +88,6 @@ def bench(options: cli.Options) -> None:
     several = len(options.targets) * len(temperatures) * len(batches) > 1
     begun: Any = unfinished(options.resume, json_path, *([] if several else [BENCH]), SWEEP)
     from slipstream.measure.bench import bench as run, steps, sweep
-    from slipstream.measure.report.pictures import draw_run, draw_sweep
     from slipstream.measure.results import Sweep
 
     several |= isinstance(begun, Sweep)  # to which one run is added
@@ -97,7 +96,7 @@ def bench(options: cli.Options) -> None:
     total *= len(temperatures) * len(options.targets)
 
     def show(report: Any) -> None:
-        cli.deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
+        cli.deliver(report, json_path, plot, report.plot)
 
     with reported(json_path, show) as keep, cli.progress_bar(total) as progress:
         settings = options.pick("max_new_tokens seed")

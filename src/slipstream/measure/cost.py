@@ -1,7 +1,7 @@
 """What a target pass and the parts of a round cost on this machine, and how many distinct experts a pass of a
 mixture reads, which is what wide passes cost it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,8 @@ from timeit import timeit
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.text import Text
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter
@@ -24,12 +26,77 @@ from slipstream.engine.generate import LAWS
 from slipstream.engine.request import Request
 from slipstream.files import cache_home, update_json
 from slipstream.measure.datasets import load_questions
-from slipstream.measure.results import PARTS, CostReport, PassCost
-from slipstream.results import heading
+from slipstream.measure.results import PARTS
+from slipstream.plotting import picture
+from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 EXPERTS_CONTEXT = 32  # tokens before the rows whose experts are counted
+
+
+class PassCost(Part):
+    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens."""
+
+    rows: int
+    context: int
+    batch: int
+    ms: float
+    gb_s: float  # the weights' bytes over the time
+    share: float  # of the memory's bandwidth
+
+
+class CostReport(Report):
+    """What passes of a target cost on this machine."""
+
+    bandwidth_gb_s: float  # of the memory
+    weights_gb: float  # what a pass must read; of a mixture of experts, if it reads all of them
+    passes: list[PassCost]
+    experts: dict[int, float] = {}  # a mixture's distinct ones a layer that a pass reads, by rows
+
+    @property
+    def limit_ms(self) -> float:
+        """The time that reading the weights takes."""
+        return 1e3 * self.weights_gb / self.bandwidth_gb_s
+
+    @property
+    def _settings(self) -> Iterable[tuple[int, int]]:
+        """Contexts and batches."""
+        return dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
+
+    def __rich__(self) -> Group:
+        """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
+        reads the weights."""
+        title = f"{self.model}: ms of a pass, by its rows; columns: tokens of context × texts"
+        table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in self._settings))
+        ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
+        for rows in dict.fromkeys(cost.rows for cost in self.passes):
+            table.add_row(rows, *(f"{ms[rows, *setting]:.1f}" for setting in self._settings))
+        one = self.passes[0]
+        reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
+        lines = [Text(f"{reads}: at least {self.limit_ms:.1f} ms")]
+        if self.experts:
+            counts = ", ".join(f"{count:.1f} by {rows}" for rows, count in self.experts.items())
+            lines.append(Text(f"experts of a layer that a pass reads: {counts} rows"))
+        return Group(table, *lines)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(cost) for cost in self.passes]
+
+    def plot(self, path: str | None = None) -> Any:
+        """The time of a pass against its rows, for every context and batch, and the time that reading the
+        weights takes: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
+        ValueError where it cannot be written."""
+        with picture(path, 1) as (ax,):
+            for context, batch in self._settings:
+                some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]
+                rows, ms = [cost.rows for cost in some], [cost.ms for cost in some]
+                label = f"{context} tokens, {batch} text{'s' if batch > 1 else ''}"
+                ax.plot(rows, ms, marker="o", markersize=3, label=label)
+            ax.axhline(self.limit_ms, color="gray", linestyle="--", linewidth=1, label="reading the weights")
+            ax.set(xlabel="rows of a pass", ylabel="milliseconds", ylim=(0, None))
+            ax.legend(frameon=False, fontsize="small")
+        return ax.figure
 
 
 def read_bandwidth(device: torch.device, mib: int = 512, repeats: int = 5) -> float:

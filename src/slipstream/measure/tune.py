@@ -37,8 +37,10 @@ from slipstream.engine.replay import decoded, one_by_one, predict, record, steps
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
 from slipstream.measure.cost import ROWS, Rounds, pass_seconds, promised
 from slipstream.measure.datasets import Questions, load_questions
-from slipstream.measure.results import (
-    PARTS,
+from slipstream.measure.results import PARTS
+from slipstream.measure.resume import reported
+from slipstream.measure.runner import first_prompts
+from slipstream.measure.tune_report import (
     Candidate,
     Proposed,
     Raced,
@@ -48,8 +50,6 @@ from slipstream.measure.results import (
     Tuned,
     TuneReport,
 )
-from slipstream.measure.resume import reported
-from slipstream.measure.runner import first_prompts
 from slipstream.methods import named
 from slipstream.provenance import public, suggested
 from slipstream.results import heading

@@ -10,8 +10,8 @@ import torch
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.kernels.weight_packing import HAS_BF16
 from slipstream.measure.doctor.diagnosis import Diagnosis, Outcome, Unmeasured
-from slipstream.measure.results import Size
 from slipstream.measure.tune import every_size
+from slipstream.measure.tune_report import Size
 from slipstream.provenance import suggested
 
 PAYS = 1.15  # what would be so many times as quick is worth a word

@@ -14,7 +14,6 @@ from slipstream.files import parsed, read_text
 from slipstream.html import assembled
 from slipstream.measure.bootstrap import Paired
 from slipstream.measure.datasets import file_names
-from slipstream.measure.report.pictures import by_task
 from slipstream.measure.results import BenchReport, Certificate, Sweep
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
@@ -75,7 +74,7 @@ def _run(report: BenchReport) -> dict[str, Any]:
     for row, line in zip(report.results, stored["results"], strict=True):
         tasks: dict[str, Paired] = {}
         for part in ("file", "category"):
-            tasks |= by_task(row, plain, attrgetter(part)) if plain else {}
+            tasks |= row.by_task(plain, attrgetter(part)) if plain else {}
         line["tasks"] = {name: vars(speedup) for name, speedup in tasks.items() if name}
         line["ms"] = row.milliseconds(report.batch)
     return stored
