@@ -25,7 +25,7 @@ from slipstream.measure.results import (
     Sweep,
     Turn,
 )
-from slipstream.measure.resume import UNFINISHED, check_goes_on, check_same, fingerprint, marks, reported
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks, reported
 from slipstream.measure.runner import Drafters, Runner, first_prompts, prompt_of
 from slipstream.provenance import public
 from slipstream.results import heading, made
@@ -301,10 +301,21 @@ def sweep(
     check_given(temperatures=temperatures, batches=batches)
     for temperature in temperatures:
         Sampling(temperature=temperature, seed=seed)
-    runs = {_place(run): run for run in begun.runs} if begun else {}
-    known = dict(runs)
-    for run in known.values():
-        _check_run(run, asked, drafters, max_new_tokens=max_new_tokens, seed=seed)
+    known = {_place(run): run for run in begun.runs} if begun else {}
+    runs = dict(known)
+    elsewhere = {
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+    settings = {
+        "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
+        "questions": [question.name for question in asked],
+        "texts": fingerprint([question.turns for question in asked]),
+    }
+    for run in known.values():  # which may not be asked now
+        check_goes_on("sweep", run, elsewhere, settings if run.settings else {})
     stamps = {_place(run)[:3]: run.settings.weights for run in known.values() if run.settings}
 
     def report(stopped: str | None) -> Sweep:
@@ -338,17 +349,3 @@ def sweep(
 
 def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:
     return run.target, run.dtype, run.compiled, run.temperature, run.batch
-
-
-def _check_run(run: BenchReport, asked: Sequence[Question], drafters: Drafters, **counts: int) -> None:
-    """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is, or
-    elsewhere."""
-    fields = {**counts, "hardware": hardware(), "versions": versions()}
-    check_same("sweep", {name: (getattr(run, name), now) for name, now in fields.items()})
-    if run.settings is not None:
-        settings = {
-            "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
-            "questions": [question.name for question in asked],
-            "texts": fingerprint([question.turns for question in asked]),
-        }
-        check_same("sweep", {name: (getattr(run.settings, name), now) for name, now in settings.items()})

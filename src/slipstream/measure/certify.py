@@ -94,7 +94,7 @@ def certify(
 
 @dataclass
 class _Certification:
-    """A run under way, and what was found so far by drafter and temperature."""
+    """A run under way, and what it has found by drafter and temperature."""
 
     runner: Runner
     drafters: dict[bool, dict[str, Drafter]]  # by name, for greedy answers (False) and for drawn ones (True)
@@ -104,13 +104,11 @@ class _Certification:
     tests: dict[tuple[str, float], Drawn] = field(default_factory=dict)
 
     def go_on(self, begun: Certificate) -> None:
-        """Take over what an earlier run found. Raises ValueError where it was another run."""
         check_goes_on("certificate", begun, self.report().stored(), self.settings)
         self.results = {(row.drafter, row.temperature): row for row in begun.results}
         self.tests = {(row.drafter, row.temperature): row for row in begun.distribution}
 
     def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
-        """Do what is left, piece by piece."""
         for temperature in self.settings.temperatures:
             runner = replace(self.runner, temperature=temperature)
             before = self.results.get((ORACLE, temperature))
@@ -136,41 +134,37 @@ class _Certification:
         temperature, target = runner.temperature, runner.target
         plain = runner.ask("vanilla", prompt)
         runner = replace(runner, drafters=self.drafters[temperature > 0])
-        oracle = TreeOracle([prompt + plain.tokens], target.vocab)
         drafters = {name: each for name, each in runner.drafters.items() if runner.keeps_text(name)}
-        runner = replace(runner, drafters={**drafters, ORACLE: oracle})
+        drafters[ORACLE] = TreeOracle([prompt + plain.tokens], target.vocab)
+        runner = replace(runner, drafters=drafters)
         # Rounding inputs to 8 bits turns a difference in the last bit into one of a step, beyond any margin.
         outside = [] if temperature or target.quantize is not None else [HF]
         answers = {}
-        for name in [*runner.drafters, *outside]:
+        for name in [*drafters, *outside]:
             progress(f"T={temperature:g} {question.name} {name}")
             answers[name] = runner.ask(name, prompt)
         return {name: runner.audited(name, a, plain, question, prompt) for name, a in answers.items()}
 
     def _count(self, name: str, temperature: float, answer: Answered) -> None:
-        """Add an answer to a drafter's row."""
         row = self.results.get((name, temperature)) or Certified(drafter=name, temperature=temperature)
         divergences = [*row.divergences, *answer.differences]
-        self.results[name, temperature] = Certified(
-            drafter=name,
-            temperature=temperature,
-            questions=row.questions + 1,
-            tokens=row.tokens + len(answer.tokens),
-            identical=row.identical + answer.identical,
-            unexplained=row.unexplained + answer.unexplained,
-            largest_margin=_beyond(divergences) or max((one.margin for one in divergences), default=0.0),
-            divergences=divergences,
-        )
+        sums = {
+            "questions": row.questions + 1,
+            "tokens": row.tokens + len(answer.tokens),
+            "identical": row.identical + answer.identical,
+            "unexplained": row.unexplained + answer.unexplained,
+            "largest_margin": _largest_margin(divergences),
+            "divergences": divergences,
+        }
+        self.results[name, temperature] = row.model_copy(update=sums)
 
     def _draw(self, runner: Runner, name: str, drafter: Drafter, first: int) -> None:
-        """Add answers to a drafter's test."""
-        test = self.tests.get((name, runner.temperature))
-        count = min(BATCH, self.settings.draws - first)
+        key = name, runner.temperature
+        known, count = self.tests.get(key), min(BATCH, self.settings.draws - first)
         options = {**runner.settings, "max_new_tokens": min(LENGTH, runner.max_new_tokens)}
         more = draw(runner.target, drafter, [prompt for _, prompt in self.asked], first, count, **options)
-        classes = [a + b for a, b in zip(test.classes if test else [0] * CLASSES, more, strict=True)]
-        row = drawn(name, runner.temperature, drafter.law, first + count, classes)
-        self.tests[name, runner.temperature] = row
+        classes = [a + b for a, b in zip(known.classes if known else [0] * CLASSES, more, strict=True)]
+        self.tests[key] = drawn(*key, drafter.law, first + count, classes)
 
     def report(self, stopped: str | None = None) -> Certificate:
         results, tests = [*self.results.values()], [*self.tests.values()]
@@ -189,9 +183,9 @@ class _Certification:
         return report.stopped_by(stopped)
 
 
-def _beyond(differences: Sequence[Difference]) -> str | None:
-    """What an infinite margin among them stands for; None where there is none."""
+def _largest_margin(differences: Sequence[Difference]) -> float | str:
+    """In words where it is infinite."""
     infinite = [each for each in differences if each.margin == math.inf]
     if any(PAD not in (each.token, each.plain) for each in infinite):
         return "outside the support"
-    return "one has ended" if infinite else None
+    return "one has ended" if infinite else max((each.margin for each in differences), default=0.0)

@@ -255,9 +255,8 @@ def as_text(paths: Iterable[Path]) -> str:
 def best_sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
     """The best static tree of each budget."""
     best: dict[int, Size] = {}
-    for size in every_size(rates, costs):
-        if size.nodes not in best or size.estimate > best[size.nodes].estimate:
-            best[size.nodes] = size
+    for size in sorted(every_size(rates, costs), key=lambda size: -size.estimate):
+        best.setdefault(size.nodes, size)
     return [best[nodes] for nodes in sorted(best)]
 
 
@@ -268,8 +267,7 @@ def _rising(seconds: dict[int, float]) -> dict[int, float]:
     for value in seconds.values():
         pools.append([value])
         while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
+            pools[-2:] = [pools[-2] + pools[-1]]
     return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
@@ -320,10 +318,9 @@ class _Tuning:
             static = [_without_gaps(tree) for _, tree in pairs if TreeSpec.parse(tree).paths]
             pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
         candidates = [self._candidate(proposal, tree) for proposal, tree in pairs]
-        gammas: list[Candidate] = []
-        if isinstance(drafter, DraftModel):
-            chains = range(2, self.costs.depth + 1)
-            gammas = [self._candidate("top-k", f"chain-{gamma}") for gamma in chains]
+        lengths = range(2, self.costs.depth + 1) if isinstance(drafter, DraftModel) else ()
+        gammas = [self._candidate("top-k", f"chain-{gamma}") for gamma in lengths]
+        if gammas:
             candidates.append(max(gammas, key=lambda chain: chain.estimate))
         if not candidates:
             raise ValueError(
@@ -357,16 +354,15 @@ class _Tuning:
         """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
         trees = [(proposing(self.drafter, each.proposal, each.tree), None) for each in candidates]
         timed = Rounds(self.target, [(Vanilla(), None), *trees], self.costs.prompts, self.temperature)
-        running = list(range(len(trees)))
+        running, rounds = list(range(len(trees))), 0
         ranking: list[Raced] = []
-        lap = 0
         while running:
-            lap += 1
+            rounds += ROUNDS
             plain, *spent = timed.run(ROUNDS, [0, *(1 + i for i in running)])
             times = {}
             for i in running:  # against plain rounds of the same minutes
                 timing = self._timing(candidates[i].tau, spent[i], plain)
-                times[i] = Raced(**candidates[i].stored(), rounds=lap * ROUNDS, **timing.stored())
+                times[i] = Raced(**candidates[i].stored(), rounds=rounds, **timing.stored())
             running.sort(key=lambda i: -times[i].speedup)
             left = (len(running) + 1) // 2 if len(running) > 2 else 0
             ranking = [times[i] for i in running[left:]] + ranking

@@ -116,9 +116,11 @@ def _undone(diagnosis: Diagnosis, fault: str, cause: str) -> Outcome:
 
 def renamed(diagnosis: Diagnosis) -> Outcome:
     """What is accepted, against what training measured, among tokens that the head can say."""
-    trained = diagnosis.promised[0]
-    tree = diagnosis.training["predicted"]["tree"]
-    prediction = predict(proposing(diagnosis.head, "top-k", tree), diagnosis.recorded)
+    promised = diagnosis.training.get("predicted", {})
+    if not promised.get("acceptance"):
+        raise Unmeasured("its config.json holds no acceptance of its training")
+    trained = promised["acceptance"][0]
+    prediction = predict(proposing(diagnosis.head, "top-k", promised["tree"]), diagnosis.recorded)
     now = prediction.acceptance[0] / max(diagnosis.coverage, 1e-9)
     explained = diagnosis.cure is not None or _shift(diagnosis)[0].sure
     return Outcome(
