@@ -303,19 +303,14 @@ def sweep(
         Sampling(temperature=temperature, seed=seed)
     known = {_place(run): run for run in begun.runs} if begun else {}
     runs = dict(known)
-    elsewhere = {
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "hardware": hardware(),
-        "versions": versions(),
-    }
+    fields = {"max_new_tokens": max_new_tokens, "seed": seed, "hardware": hardware(), "versions": versions()}
     settings = {
         "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
         "questions": [question.name for question in asked],
         "texts": fingerprint([question.turns for question in asked]),
     }
     for run in known.values():  # which may not be asked now
-        check_goes_on("sweep", run, elsewhere, settings if run.settings else {})
+        check_goes_on("sweep", run, fields, settings if run.settings else {})
     stamps = {_place(run)[:3]: run.settings.weights for run in known.values() if run.settings}
 
     def report(stopped: str | None) -> Sweep:

@@ -4,6 +4,7 @@ mixture reads, which is what wide passes cost it."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from timeit import timeit
@@ -65,8 +66,7 @@ class CostReport(Report):
         return dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
 
     def __rich__(self) -> Group:
-        """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
-        reads the weights."""
+        """A column per context and batch, and the speed at which the one-row pass reads the weights."""
         title = f"{self.model}: ms of a pass, by its rows; columns: tokens of context × texts"
         table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in self._settings))
         ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
@@ -84,9 +84,7 @@ class CostReport(Report):
         return [flat(cost) for cost in self.passes]
 
     def plot(self, path: str | None = None) -> Any:
-        """The time of a pass against its rows, for every context and batch, and the time that reading the
-        weights takes: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
-        ValueError where it cannot be written."""
+        """The time of a pass against its rows, for every context and batch, as `BenchReport.plot` draws."""
         with picture(path, 1) as (ax,):
             for context, batch in self._settings:
                 some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]
@@ -137,8 +135,8 @@ def pass_seconds(
 
 class Rounds:
     """Rounds of several drafters behind the same prompts, timed in alternation. `arms`: drafters, and the
-    trees that they grow (None: their own); `prompts`: of the texts that share a round; `most`: rounds of one
-    drafter that there is room for."""
+    trees that they grow (None: their own); `prompts`: of the texts that share a round; `most`: rounds that
+    one drafter has room for."""
 
     def __init__(
         self,
@@ -154,18 +152,16 @@ class Rounds:
         self._engines = [self._engine(*arm) for arm in arms]
 
     def _engine(self, drafter: Drafter, spec: TreeSpec | None) -> Engine:
-        """An engine under way."""
-        depth = drafter.depth if spec is None else spec.depth
+        depth, rows = (spec or drafter).depth, len(self._prompts)
         capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
-        rows, law = len(self._prompts), LAWS[drafter.law]
-        engine = Engine(self._target, drafter, law, rows, capacity, [spec] if spec else [])
+        engine = Engine(self._target, drafter, LAWS[drafter.law], rows, capacity, [spec] if spec else [])
         engine.admit(*map(Request, map(list, self._prompts), self._sampling))
         engine.step(spec=spec)  # it makes buffers, and is not timed
         return engine
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
-        """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds over all its
-        rounds, part by part."""
+        """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds, by part, over
+        all its rounds until now."""
         for _ in range(rounds):
             for i in range(len(self._engines)) if among is None else among:
                 engine, (drafter, spec) = self._engines[i], self._arms[i]
@@ -202,13 +198,12 @@ def cost_curve(
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
-    for context in dict.fromkeys(min(each, most) for each in contexts):
-        for batch in batches:
-            progress(f"passes behind {context} tokens of {batch} texts")
-            for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
-                speed, ms = weights / seconds, round(seconds * 1e3, 3)
-                rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
-                passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
+    for context, batch in product(dict.fromkeys(min(each, most) for each in contexts), batches):
+        progress(f"passes behind {context} tokens of {batch} texts")
+        for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
+            speed, ms = weights / seconds, round(seconds * 1e3, 3)
+            rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
+            passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
     sizes: dict[str, Any] = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
     if isinstance(target, HFTarget) and target.text is not None:
         texts = [target.text.ids(question.turns[0]) for question in load_questions()]
@@ -229,22 +224,13 @@ def save_costs(target: Target, report: CostReport) -> None:
 
 @torch.inference_mode()
 def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, float]:
-    """Distinct experts of a layer that a pass reads, by its rows: the mean over layers and texts.
-
-    The rows are tokens of a text that follow each other, as those of a draft nearly do. A pass over one row
-    reads as many experts as are active for a token, and a wide one may read all of them.
-
-    Args:
-        texts: as tokens. Those too short for a pass are left out of it.
-
-    Returns:
-        Nothing for a target without experts, and for a compiled one, whose layers are not looked into.
-    """
+    """Distinct experts of a layer that a pass reads, by its rows: the mean over layers and texts (tokens),
+    without those too short for it. The rows follow each other in a text, as those of a draft nearly do.
+    Nothing for a target without experts, and for a compiled one, whose layers are not looked into."""
     layers = [] if target.compiles else mixtures(target)
     chosen: list[Tensor] = []
 
-    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Which experts the router chose: the only tensor of whole numbers."""
+    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:  # the router's choice: the only whole numbers
         chosen.extend(x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point())
 
     counts: dict[int, list[int]] = {}

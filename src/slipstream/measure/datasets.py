@@ -158,10 +158,9 @@ def _of_hub(path: str, file: str) -> list[Question]:
     rows = _hub_rows(path)
     column = next((column for column in COLUMNS if column in rows.column_names), None)
     if column is None:
-        raise ValueError(
-            f"data set {path} has the columns {', '.join(rows.column_names)}, and none of {', '.join(COLUMNS)}: write "
-            'its questions as lines like {"question_id": 1, "turns": ["…"]}'
-        )
+        known = f"has the columns {', '.join(rows.column_names)}, and none of {', '.join(COLUMNS)}"
+        form = 'write its questions as lines like {"question_id": 1, "turns": ["…"]}'
+        raise ValueError(f"data set {path} {known}: {form}")
     questions = []
     for number, row in enumerate(rows, 1):
         with understood(f"data set {path}, row {number}"):

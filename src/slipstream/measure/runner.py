@@ -146,7 +146,7 @@ class Runner:
 
 
 def _parting(answer: Answered, plain: Answered) -> Divergence:
-    """Where an answer leaves plain decoding's, though the audit finds nothing. No rounding ends it elsewhere."""
+    """Where an answer leaves plain decoding's, though the audit finds nothing: no rounding ends it."""
     pairs = enumerate(zip_longest(answer.tokens, plain.tokens, fillvalue=PAD))
     at, (token, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     return Divergence(at, token, other, math.inf if PAD in (token, other) else 0.0)
