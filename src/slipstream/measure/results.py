@@ -102,12 +102,9 @@ class BenchSettings(Part):
 
 
 class Expected(Part):
-    """The speed-up that a draft's quality and cost promise if rows cost nothing.
+    """The speed-up that a draft's quality and cost promise if rows cost nothing."""
 
-    `alpha` is the share of judged tokens that is accepted. For a chain it estimates E[Σ min(p, q)], for a
-    tree the chance that some child is accepted.
-    """
-
+    # The share accepted of judged tokens: of a chain E[Σ min(p, q)], of a tree the chance of some child.
     alpha: float
     c: float  # seconds of drafting one level of depth over those of a plain pass
     speedup: float  # the promise

@@ -261,8 +261,7 @@ def best_sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
 
 
 def _rising(seconds: dict[int, float]) -> dict[int, float]:
-    """Costs that do not fall as rows are added: falling ones are noise, and become their mean (pool adjacent
-    violators)."""
+    """Costs that do not fall as rows are added: falling ones are noise, and become their mean."""
     pools: list[list[float]] = []
     for value in seconds.values():
         pools.append([value])
@@ -420,15 +419,8 @@ def skippable(
     """What skipping each number of a target's own blocks promises, to draft for itself.
 
     Blocks that change their input least are skipped first (Men et al. 2024, "ShortGPT": the cosine of a
-    block's input and output). Each number of blocks is judged by its agreement with the target along the
-    target's answers, and by the measured cost of a pass.
-
-    Args:
-        prompts: some of the kind that will be asked.
-        new: tokens of each answer.
-
-    Raises:
-        ValueError: the target has fewer than three blocks.
+    block's input and output). Each number of blocks is judged by its agreement with the target along answers
+    of `new` tokens, and by the measured cost of a pass. Raises ValueError for fewer than three blocks.
     """
     L = target.sizes.blocks
     if L < 3:

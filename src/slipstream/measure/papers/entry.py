@@ -25,20 +25,13 @@ DATA = {
 
 @dataclass(frozen=True)
 class Figure:
-    """What is measured: one kind of figure of a drafter.
+    """What is measured: one kind of figure of a drafter."""
 
-    Attributes:
-        drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
-        sets: of questions, whose figures are averaged.
-        kind: a name in `KINDS` of measurements.py.
-        batch: questions that are answered at once.
-    """
-
-    drafter: str
-    sets: tuple[str, ...]
-    kind: str = "τ"
+    drafter: str  # as `load_drafter` takes it; its name may stand for a directory that the user names
+    sets: tuple[str, ...]  # of questions, whose figures are averaged
+    kind: str = "τ"  # a name in `KINDS` of measurements.py
     temperature: float = 0.0
-    batch: int = 1
+    batch: int = 1  # questions that are answered at once
 
     @property
     def head(self) -> str:
@@ -58,39 +51,25 @@ class Line:
 
 @dataclass(frozen=True)
 class Claim:
-    """A relation that the paper's figures show: the left figure exceeds the right one.
-
-    Attributes:
-        within: the figures differ by no more than that, instead.
-        times: the left figure is so many times the right one, or more.
-    """
+    """A relation that the paper's figures show: the left figure exceeds the right one."""
 
     text: str
     left: Figure
     right: Figure
-    within: float | None = None
-    times: float = 1.0
+    within: float | None = None  # the figures differ by no more than that, instead
+    times: float = 1.0  # the left figure is so many times the right one, or more
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A table or a figure of a paper.
+    """A table or a figure of a paper."""
 
-    Attributes:
-        shows: what it is about.
-        lines: what is measured.
-        claims: what must follow.
-        model: whose figures are quoted from the paper.
-        note: what differs here from the paper.
-        experts: whether it is of a mixture of experts, and is left empty for another target.
-    """
-
-    shows: str
+    shows: str  # what it is about
     lines: Sequence[Line]
-    claims: Sequence[Claim]
-    model: str
-    note: str
-    experts: bool
+    claims: Sequence[Claim]  # what must follow
+    model: str  # whose figures are quoted from the paper
+    note: str  # what differs here from the paper
+    experts: bool  # whether it is of a mixture of experts, and is left empty for another target
 
     @property
     def figures(self) -> list[Figure]:

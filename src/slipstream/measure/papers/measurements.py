@@ -106,20 +106,14 @@ class CellKey(NamedTuple):
 
 
 class Cell(Part):
-    """What was measured of one drafter along one set of questions.
-
-    Attributes:
-        asked: the set's name.
-        how: it was measured, as its kinds of figures are.
-        columns: what is counted of each question, by its name in `questions`.
-    """
+    """What was measured of one drafter along one set of questions."""
 
     drafter: str
-    asked: str
+    asked: str  # the set's name
     temperature: float
     batch: int
-    how: str
-    columns: list[str]
+    how: str  # it was measured, as its kinds of figures are
+    columns: list[str]  # what is counted of each question
     questions: dict[str, list[float]]
 
     @property
@@ -138,11 +132,7 @@ def _rounded(figures: Float[Tensor, " draws"], freedom: int) -> tuple[float | No
 
 
 class Measurements:
-    """Cells, and what figures and claims they make.
-
-    Args:
-        categories: of the questions, by set and name.
-    """
+    """Cells, and what figures and claims they make. `categories`: of the questions, by set and name."""
 
     def __init__(self, cells: Mapping[CellKey, Cell], categories: Mapping[str, Mapping[str, str]]) -> None:
         self._cells, self._categories = cells, categories

@@ -173,7 +173,8 @@ class _Reproduction:
     seed: int
     cells: dict[CellKey, Cell] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)  # of an earlier run
-    wanted: list[CellKey] = field(default_factory=list)
+    # What is to be measured together: cells of a set, temperature and batch, by whether they are raced.
+    groups: dict[tuple[str, float, int, bool], list[CellKey]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # by drafter: what to do about it
     decodes: set[str] = field(default_factory=set)  # drafters that a record cannot judge
     steps: int = 0  # calls of `progress` that are to come
@@ -202,18 +203,17 @@ class _Reproduction:
         for drafter in dict.fromkeys(cell.drafter for cell in needed):
             if drafter not in BASELINES:
                 self._check(drafter)
-        self.wanted = [
-            cell
-            for cell in needed
-            if cell.drafter not in self.missing and cell not in self.cells and (speed or cell.how != RACE)
-        ]
+        for cell in sorted(needed, key=lambda cell: cell.how == RACE):  # races come last
+            raced = cell.how == RACE
+            if cell.drafter not in self.missing and cell not in self.cells and (speed or not raced):
+                key = cell.asked, cell.temperature, cell.batch, raced
+                self.groups.setdefault(key, []).append(cell)
         passes = 0.0
-        for group in self._grouped():
-            questions = self.questions[group[0].asked]
-            tokens = len(questions) * self.new_tokens
-            if group[0].how == RACE:
+        for (asked, _, batch, raced), group in self.groups.items():
+            tokens = len(self.questions[asked]) * self.new_tokens
+            if raced:
                 racing = len(_drafters(group))
-                self.steps += steps(questions, racing, group[0].batch)
+                self.steps += steps(self.questions[asked], racing, batch)
                 passes += tokens * (THEIRS + OURS * (1 + racing))
             else:
                 self.steps += 1 + len(group)
@@ -242,26 +242,20 @@ class _Reproduction:
         home = self.settings.heads.get(head, head)
         return load_drafter(home + colon + options, self.target, temperature, batch)
 
-    def _grouped(self) -> list[list[CellKey]]:
-        """The wanted cells that are measured together: those of a set, temperature and batch, by whether they
-        are raced. Races come last."""
-        groups: dict[tuple[str, float, int, bool], list[CellKey]] = {}
-        for cell in sorted(self.wanted, key=lambda cell: cell.how == RACE):
-            groups.setdefault((cell.asked, cell.temperature, cell.batch, cell.how == RACE), []).append(cell)
-        return [*groups.values()]
-
     @property
     def outlook(self) -> str:
         """What will be done, for people."""
-        timed = sum(cell.how == RACE for cell in self.wanted)
+        counts = {False: 0, True: 0}
+        for (*_, raced), group in self.groups.items():
+            counts[raced] += len(group)
         minutes = f"about {self.estimate / 60:.1f} minutes"
         sizes = f"{self.settings.limit or 'all'} questions of each set, {self.new_tokens} tokens an answer"
-        return f"{minutes}: {len(self.wanted) - timed} predictions and {timed} timed figures; {sizes}"
+        return f"{minutes}: {counts[False]} predictions and {counts[True]} timed figures; {sizes}"
 
     def measure(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Measure what is wanted, step by step."""
-        for group in self._grouped():
-            yield from (self._race if group[0].how == RACE else self._predict)(group, progress)
+        for (*_, raced), group in self.groups.items():
+            yield from (self._race if raced else self._predict)(group, progress)
 
     def _predict(self, group: Sequence[CellKey], progress: Callable[[str], None]) -> Iterator[None]:
         """Hold the drafters against the target's recorded answers."""
@@ -305,8 +299,8 @@ class _Reproduction:
     def report(self, stopped: str | None = None) -> ReproduceReport:
         """What was found; with its tables, unless more is to come. Those of an earlier run stand first."""
         categories = {name: questions.categories for name, questions in self.settings.sets.items()}
-        measurements, entries = Measurements(self.cells, categories), {} if stopped else self.entries
-        about = measurements, self.new_tokens, self.missing
+        entries = {} if stopped else self.entries
+        about = Measurements(self.cells, categories), self.new_tokens, self.missing
         tables = [Table.of(name, entry, *about) for name, entry in entries.items()]
         report = ReproduceReport(
             **heading(self.target),
