@@ -1,6 +1,6 @@
 """bench: drafters beside both baselines, in alternation, on the same prompts; sweep: several such runs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from os import PathLike
 from typing import Any
@@ -106,12 +106,14 @@ def _longest(group: Sequence[Question]) -> int:
 
 
 class _Bench:
-    """A run under way: questions in groups that are asked at once, and the turns answered so far."""
+    """A run under way: questions in groups that are asked at once, the turns that all methods have answered,
+    and their figures."""
 
     def __init__(self, runner: Runner, asked: Sequence[Question]) -> None:
         self.runner, self.groups = runner, batches(asked, runner.batch)
         self.questions = {question.name: question for question in asked}
         self.turns = list[Turn]()
+        self.by_question: dict[str, dict[str, QuestionResult]] = {}  # by method, when they are reported
         self.settings = BenchSettings(
             drafters=[*runner.drafters],
             questions=[*self.questions],
@@ -175,34 +177,23 @@ class _Bench:
                 chats[question.name].append({"role": "assistant", "content": text.decode(plain.tokens)})
 
     def report(self, stopped: str | None = None) -> BenchReport:
-        figures = _Figures(self.runner, self.questions, self.turns)
+        self.by_question = {method: self._by_question(method) for method in self.runner.methods}
+        hf = _tally(self.turns, HF)
         report = BenchReport(
             **self.fields,
-            prompts=[*figures.by_question[HF]],
+            prompts=[*self.by_question[HF]],
             settings=self.settings,
-            hf_generate=figures.of_hf(),
-            results=[figures.of(name) for name in self.runner.drafters],
+            hf_generate=HFResult(
+                tokens_per_second=round(hf.tokens_per_second, 2),
+                new_tokens=hf.new_tokens,
+                memory_mib=hf.memory_mib,
+                by_question=self.by_question[HF],
+            ),
+            results=[self._result(name) for name in self.runner.drafters],
         )
         return report.stopped_by(stopped, turns=[*self.turns])
 
-
-class _Figures:
-    """Figures of turns that all methods answered."""
-
-    def __init__(self, runner: Runner, questions: Mapping[str, Question], turns: list[Turn]) -> None:
-        self.runner, self.questions, self.turns = runner, questions, turns
-        self.by_question = {method: self._by_question(method) for method in runner.methods}
-
-    def of_hf(self) -> HFResult:
-        tally = _tally(self.turns, HF)
-        return HFResult(
-            tokens_per_second=round(tally.tokens_per_second, 2),
-            new_tokens=tally.new_tokens,
-            memory_mib=tally.memory_mib,
-            by_question=self.by_question[HF],
-        )
-
-    def of(self, name: str) -> DrafterResult:
+    def _result(self, name: str) -> DrafterResult:
         tally, plain = _tally(self.turns, name), _tally(self.turns, "vanilla")
         drafter, ours = self.runner.drafters[name], self.by_question[name]
         exact, decoding = self.runner.keeps_text(name), tally.seconds.total - tally.seconds.prefill

@@ -88,8 +88,8 @@ def _bootstrap(files: list[Tensor], ratio: Callable[[list[Tensor]], Tensor]) -> 
 
 def interval(draws: Tensor, freedom: int) -> Interval:
     """The interval that holds the middle 95 % of the draws, wider by Student's t over the normal law's. Draws
-    of few units vary as if their spread were known, and the middle of 3 covers 74 %. `freedom`: how many units
-    were drawn from, less one for each file that they were drawn within."""
+    of few units vary as if their spread were known, and the middle of 3 covers 74 %. `freedom`: how many
+    units were drawn from, less one for each file that they were drawn within."""
     low, middle, high = draws.quantile(torch.tensor([0.025, 0.5, 0.975], dtype=draws.dtype)).tolist()
     wider = student(freedom) / NORMAL
     return middle + wider * (low - middle), middle + wider * (high - middle)

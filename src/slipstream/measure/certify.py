@@ -120,11 +120,18 @@ class _Certification:
                 continue
             # Plain decoding's draws stand for those of every drafter with the same text.
             others = {name: each for name, each in self.drafters[True].items() if each.law != "coupled"}
+            options = {**runner.settings, "max_new_tokens": min(LENGTH, runner.max_new_tokens)}
+            prompts = [prompt for _, prompt in self.asked]
             for name, drafter in {"vanilla": Vanilla(), **others}.items():
                 test = self.tests.get((name, temperature))
+                classes = test.classes if test else [0] * CLASSES
                 for first in range(test.answers if test else 0, self.settings.draws, BATCH):
                     progress(f"T={temperature:g} drawing {name}")
-                    self._draw(runner, name, drafter, first)
+                    count = min(BATCH, self.settings.draws - first)
+                    more = draw(runner.target, drafter, prompts, first, count, **options)
+                    classes = [a + b for a, b in zip(classes, more, strict=True)]
+                    row = drawn(name, temperature, drafter.law, first + count, classes)
+                    self.tests[name, temperature] = row
                     yield
 
     def _answers(
@@ -157,14 +164,6 @@ class _Certification:
             "divergences": divergences,
         }
         self.results[name, temperature] = row.model_copy(update=sums)
-
-    def _draw(self, runner: Runner, name: str, drafter: Drafter, first: int) -> None:
-        key = name, runner.temperature
-        known, count = self.tests.get(key), min(BATCH, self.settings.draws - first)
-        options = {**runner.settings, "max_new_tokens": min(LENGTH, runner.max_new_tokens)}
-        more = draw(runner.target, drafter, [prompt for _, prompt in self.asked], first, count, **options)
-        classes = [a + b for a, b in zip(known.classes if known else [0] * CLASSES, more, strict=True)]
-        self.tests[key] = drawn(*key, drafter.law, first + count, classes)
 
     def report(self, stopped: str | None = None) -> Certificate:
         results, tests = [*self.results.values()], [*self.tests.values()]

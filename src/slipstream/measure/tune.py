@@ -50,7 +50,7 @@ from slipstream.measure.tune_report import (
     Tuned,
     TuneReport,
 )
-from slipstream.methods import named
+from slipstream.methods import named as methods
 from slipstream.provenance import public, suggested
 from slipstream.results import heading
 from slipstream.spec import Named, Spec
@@ -113,7 +113,11 @@ def tune(
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
     skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
-    grower = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
+    named = spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec
+    grower = load_drafter(named, target) if isinstance(named, Spec) else named
+    if not isinstance(grower, Proposer):
+        names = ", ".join(method.name for method in methods() if method.tunes)
+        raise ValueError(f"drafter {str(named)!r} {TREELESS.format(names=names)}")
     prompts = first_prompts(target, asked)
     if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
@@ -268,15 +272,6 @@ def _rising(seconds: dict[int, float]) -> dict[int, float]:
         while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
             pools[-2:] = [pools[-2] + pools[-1]]
     return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
-
-
-def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
-    """A drafter whose trees can be chosen. Raises ValueError for any other."""
-    grower = load_drafter(drafter, target) if isinstance(drafter, Spec) else drafter
-    if not isinstance(grower, Proposer):
-        names = ", ".join(method.name for method in named() if method.tunes)
-        raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
-    return grower
 
 
 def _store(target: Target, spec: Spec, recorded: RecordedTarget, tuned: Tuned, costs: Costs) -> None:

@@ -95,22 +95,6 @@ class Tuned(Part):
             table.add_row(*tree, *ms, speedup, rounds, style="dim" if lost else None)
         return table
 
-    def draw(self, axes: Any) -> None:
-        """The speed-up of trees against their nodes, as predicted and as timed."""
-        predicted = {each.proposal: each.budgets for each in self.proposals}
-        for name in dict.fromkeys([*predicted, *(each.proposal for each in self.candidates)]):
-            sizes = predicted.get(name, [])
-            nodes, estimates = [size.nodes for size in sizes], [size.estimate for size in sizes]
-            label = f"{name}, predicted" if sizes else None
-            (line,) = axes.plot(nodes, estimates, linewidth=1, label=label)
-            timed = [each for each in self.candidates if each.proposal == name]
-            nodes, speedups = [each.nodes for each in timed], [each.speedup for each in timed]
-            axes.scatter(nodes, speedups, s=14, color=line.get_color(), label=f"{name}, timed")
-        axes.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
-        title = f"T = {self.temperature:g}"
-        axes.set(title=title, xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
-        axes.legend(frameon=False, fontsize="small")
-
 
 class Skipped(Part):
     """Blocks that a target may skip to draft for itself, and what that promises."""
@@ -170,7 +154,19 @@ class TuneReport(Report):
         ValueError where it cannot be written."""
         with picture(path, len(self.temperatures)) as axes:
             for ax, tuned in zip(axes, self.temperatures, strict=True):
-                tuned.draw(ax)
+                predicted = {each.proposal: each.budgets for each in tuned.proposals}
+                for name in dict.fromkeys([*predicted, *(each.proposal for each in tuned.candidates)]):
+                    sizes = predicted.get(name, [])
+                    nodes, estimates = [size.nodes for size in sizes], [size.estimate for size in sizes]
+                    label = f"{name}, predicted" if sizes else None
+                    (line,) = ax.plot(nodes, estimates, linewidth=1, label=label)
+                    timed = [each for each in tuned.candidates if each.proposal == name]
+                    nodes, speedups = [each.nodes for each in timed], [each.speedup for each in timed]
+                    ax.scatter(nodes, speedups, s=14, color=line.get_color(), label=f"{name}, timed")
+                ax.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
+                ax.set(xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
+                ax.set_title(f"T = {tuned.temperature:g}")
+                ax.legend(frameon=False, fontsize="small")
         return axes[0].figure
 
     def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:

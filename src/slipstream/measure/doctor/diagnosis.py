@@ -23,7 +23,7 @@ from slipstream.files import read_json
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.datasets import Question
 from slipstream.measure.doctor.head_fit import Change, Fit, changes, fit, shifted
-from slipstream.measure.doctor.template_check import Framing, framing
+from slipstream.measure.doctor.template_check import framing
 from slipstream.measure.runner import first_prompts
 from slipstream.measure.tune import Costs, acceptance, proposing
 from slipstream.spec import Spec
@@ -102,7 +102,7 @@ class Diagnosis:
         return [question.turns[0].strip() for question in self.questions[:FRAMED]]
 
     @cached_property
-    def framing(self) -> Framing:
+    def framing(self) -> tuple[float | None, dict[str, float]]:
         return framing(self.target, self.framed)
 
     def long_prompts(self, tokens: int, count: int) -> list[list[int]]:

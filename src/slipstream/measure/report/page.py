@@ -3,11 +3,12 @@
 This module reads and condenses; the page's own script, `page/*.js`, draws.
 """
 
-import math
 from collections.abc import Sequence
 from importlib.resources import files
 from operator import attrgetter
 from typing import Any, TypeVar
+
+from pydantic_core import from_json, to_json
 
 from slipstream.engine.trace import TracedStep, drawn, read_trace
 from slipstream.files import parsed, read_text
@@ -39,7 +40,8 @@ def page(paths: Sequence[str]) -> str:
     sources = files("slipstream.measure.report") / "page"
     scripts = [sources / f"{part}.js" for part in SCRIPTS]
     title = ", ".join(file_names(paths))
-    return assembled(sources / "page.html", title, [sources / "page.css"], scripts, _finite(data))
+    finite = from_json(to_json(data, inf_nan_mode="null"))  # JSON has no infinity
+    return assembled(sources / "page.html", title, [sources / "page.css"], scripts, finite)
 
 
 def _keys(text: str) -> set[str]:
@@ -56,15 +58,6 @@ def _read(path: str, text: str, kind: type[R]) -> R:
         return kind.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is no run of bench, certificate or trace: {error}") from error
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _run(report: BenchReport) -> dict[str, Any]:
