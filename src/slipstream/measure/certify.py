@@ -78,7 +78,7 @@ def certify(
         temperatures=[float(temperature) for temperature in dict.fromkeys(temperatures)],
         questions=[question.name for question in asked],
         fingerprint=fingerprint(
-            target.stamp, prompts, [marks(each) for kind in by_kind.values() for each in kind.values()]
+            target.stamp, prompts, [marks(drafter) for kind in by_kind.values() for drafter in kind.values()]
         ),
         draws=draws,
     )
@@ -119,7 +119,7 @@ class _Certification:
             if not temperature:
                 continue
             # Plain decoding's draws stand for those of every drafter with the same text.
-            others = {name: each for name, each in self.drafters[True].items() if each.law != "coupled"}
+            others = {name: one for name, one in self.drafters[True].items() if one.law != "coupled"}
             options = {**runner.settings, "max_new_tokens": min(LENGTH, runner.max_new_tokens)}
             prompts = [prompt for _, prompt in self.asked]
             for name, drafter in {"vanilla": Vanilla(), **others}.items():
@@ -141,7 +141,7 @@ class _Certification:
         temperature, target = runner.temperature, runner.target
         plain = runner.ask("vanilla", prompt)
         runner = replace(runner, drafters=self.drafters[temperature > 0])
-        drafters = {name: each for name, each in runner.drafters.items() if runner.keeps_text(name)}
+        drafters = {name: drafter for name, drafter in runner.drafters.items() if runner.keeps_text(name)}
         drafters[ORACLE] = TreeOracle([prompt + plain.tokens], target.vocab)
         runner = replace(runner, drafters=drafters)
         # Rounding inputs to 8 bits turns a difference in the last bit into one of a step, beyond any margin.
@@ -184,7 +184,7 @@ class _Certification:
 
 def _largest_margin(differences: Sequence[Difference]) -> float | str:
     """In words where it is infinite."""
-    infinite = [each for each in differences if each.margin == math.inf]
-    if any(PAD not in (each.token, each.plain) for each in infinite):
+    infinite = [one for one in differences if one.margin == math.inf]
+    if any(PAD not in (one.token, one.plain) for one in infinite):
         return "outside the support"
-    return "one has ended" if infinite else max((each.margin for each in differences), default=0.0)
+    return "one has ended" if infinite else max((one.margin for one in differences), default=0.0)

@@ -198,7 +198,7 @@ def cost_curve(
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
-    for context, batch in product(dict.fromkeys(min(each, most) for each in contexts), batches):
+    for context, batch in product(dict.fromkeys(min(context, most) for context in contexts), batches):
         progress(f"passes behind {context} tokens of {batch} texts")
         for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
             speed, ms = weights / seconds, round(seconds * 1e3, 3)
@@ -253,4 +253,4 @@ def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequenc
 def mixtures(target: HFTarget) -> list[nn.Module]:
     """The modules of a target that hold weights of several experts, stacked."""
     modules = target.shadow_model.modules()
-    return [each for each in modules if any(weight.dim() == 3 for weight in each.parameters(recurse=False))]
+    return [module for module in modules if any(w.dim() == 3 for w in module.parameters(recurse=False))]

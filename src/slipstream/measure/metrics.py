@@ -58,10 +58,10 @@ class Tally:
     @property
     def shared(self) -> float | None:
         """Rounds, those that several texts shared counted once; None where all texts were alone."""
-        if all(answer.shared is None for answer in self.answers):
+        shares = [answer.shared for answer in self.answers]
+        if all(share is None for share in shares):
             return None
         alone = (sum(times for *_, times in answer.rounds) for answer in self.answers)
-        shares = (answer.shared for answer in self.answers)
         return float(sum(own if share is None else share for own, share in zip(alone, shares, strict=True)))
 
     @property

@@ -112,7 +112,7 @@ def tune(
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
-    skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
+    skip = max(skipping, key=lambda skipped: skipped.expected).skip if skipping else None
     named = spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec
     grower = load_drafter(named, target) if isinstance(named, Spec) else named
     if not isinstance(grower, Proposer):
@@ -322,8 +322,8 @@ class _Tuning:
             )
         self.progress(f"{at}: a race of {len(candidates)}")
         plain, raced = self._race(candidates)
-        exact = [each for each in raced if each.proposal != "sampled"]
-        rungs = {each.nodes.bit_length(): each.tree for each in reversed(exact)}  # the best of each octave
+        exact = [row for row in raced if row.proposal != "sampled"]
+        rungs = {row.nodes.bit_length(): row.tree for row in reversed(exact)}  # the best of each octave
         return Tuned(
             temperature=self.temperature,
             plain=plain,
@@ -346,7 +346,7 @@ class _Tuning:
 
     def _race(self, candidates: list[Candidate]) -> tuple[Timing, list[Raced]]:
         """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
-        trees = [(proposing(self.drafter, each.proposal, each.tree), None) for each in candidates]
+        trees = [(proposing(self.drafter, one.proposal, one.tree), None) for one in candidates]
         timed = Rounds(self.target, [(Vanilla(), None), *trees], self.costs.prompts, self.temperature)
         running, rounds = list(range(len(trees))), 0
         ranking: list[Raced] = []
@@ -371,11 +371,11 @@ class _Tuning:
 
 def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
     """Proposals and trees: a static and a dynamic one of the best size of each octave of nodes."""
-    sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
-    sizes.sort(key=lambda each: each[1].estimate)
+    sizes = [(proposed.proposal, size) for proposed in proposals for size in proposed.budgets]
+    sizes.sort(key=lambda pair: pair[1].estimate)
     octaves = {size.nodes.bit_length(): (proposal, size) for proposal, size in sizes}
     pairs = []
-    for proposal, size in sorted(octaves.values(), key=lambda each: -each[1].estimate)[:SIZES]:
+    for proposal, size in sorted(octaves.values(), key=lambda pair: -pair[1].estimate)[:SIZES]:
         pairs.append((proposal, size.tree))
         if size.depth > 1:  # the dynamic tree of depth 1 is the same
             pairs.append((proposal, f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"))

@@ -75,7 +75,7 @@ class Tuned(Part):
 
     def names(self) -> dict[str, str]:
         """The candidates' trees, and their names in the table: static trees are numbered."""
-        trees = dict.fromkeys(each.tree for each in self.candidates)
+        trees = dict.fromkeys(candidate.tree for candidate in self.candidates)
         static = [tree for tree in trees if tree.startswith("[")]
         return {tree: f"static {1 + static.index(tree)}" if tree in static else tree for tree in trees}
 
@@ -85,13 +85,13 @@ class Tuned(Part):
         columns = ("proposal", "nodes", "τ", *PARTS, "× plain", "rounds")
         table, names = Figures(title, "tree", *columns), self.names()
         rounds = self.chosen.rounds
-        for each in self.candidates[:BEST]:
-            if each.rounds < rounds:
+        for candidate in self.candidates[:BEST]:
+            if candidate.rounds < rounds:
                 table.add_section()
-            rounds, lost = each.rounds, each.rounds < self.chosen.rounds
-            tree = (names[each.tree], each.proposal, each.nodes, f"{each.tau:.2f}")
-            ms = (f"{getattr(each, f'{part}_ms'):.1f}" for part in PARTS)
-            speedup = f"({each.speedup:.2f})" if lost else f"{each.speedup:.2f}"
+            rounds, lost = candidate.rounds, candidate.rounds < self.chosen.rounds
+            tree = (names[candidate.tree], candidate.proposal, candidate.nodes, f"{candidate.tau:.2f}")
+            ms = (f"{getattr(candidate, f'{part}_ms'):.1f}" for part in PARTS)
+            speedup = f"({candidate.speedup:.2f})" if lost else f"{candidate.speedup:.2f}"
             table.add_row(*tree, *ms, speedup, rounds, style="dim" if lost else None)
         return table
 
@@ -143,9 +143,9 @@ class TuneReport(Report):
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
-            {"temperature": tuned.temperature} | flat(each)
+            {"temperature": tuned.temperature} | flat(candidate)
             for tuned in self.temperatures
-            for each in tuned.candidates
+            for candidate in tuned.candidates
         ]
 
     def plot(self, path: str | None = None) -> Any:
@@ -154,14 +154,14 @@ class TuneReport(Report):
         ValueError where it cannot be written."""
         with picture(path, len(self.temperatures)) as axes:
             for ax, tuned in zip(axes, self.temperatures, strict=True):
-                predicted = {each.proposal: each.budgets for each in tuned.proposals}
-                for name in dict.fromkeys([*predicted, *(each.proposal for each in tuned.candidates)]):
+                predicted = {proposed.proposal: proposed.budgets for proposed in tuned.proposals}
+                for name in dict.fromkeys([*predicted, *(row.proposal for row in tuned.candidates)]):
                     sizes = predicted.get(name, [])
                     nodes, estimates = [size.nodes for size in sizes], [size.estimate for size in sizes]
                     label = f"{name}, predicted" if sizes else None
                     (line,) = ax.plot(nodes, estimates, linewidth=1, label=label)
-                    timed = [each for each in tuned.candidates if each.proposal == name]
-                    nodes, speedups = [each.nodes for each in timed], [each.speedup for each in timed]
+                    timed = [row for row in tuned.candidates if row.proposal == name]
+                    nodes, speedups = [row.nodes for row in timed], [row.speedup for row in timed]
                     ax.scatter(nodes, speedups, s=14, color=line.get_color(), label=f"{name}, timed")
                 ax.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
                 ax.set(xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
@@ -175,9 +175,9 @@ class TuneReport(Report):
         for tuned in self.temperatures:
             names, skip = tuned.names(), tuned.chosen.skip
             spec = Spec.parse(drafter).replace(**{"skip": skip} if skip else {})
-            for place, each in enumerate(tuned.candidates):
-                shown = place < best or each.tree in tuned.rungs
-                if shown and (name := names[each.tree]) != each.tree:
-                    called = spec.replace(tree=each.tree.replace(" ", ""), proposal=each.proposal)
+            for place, candidate in enumerate(tuned.candidates):
+                shown = place < best or candidate.tree in tuned.rungs
+                if shown and (name := names[candidate.tree]) != candidate.tree:
+                    called = spec.replace(tree=candidate.tree.replace(" ", ""), proposal=candidate.proposal)
                     lines.append(f"{name}, T = {tuned.temperature:g}: --drafter {shlex.quote(str(called))}")
         return lines
