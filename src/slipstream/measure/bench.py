@@ -312,11 +312,8 @@ def sweep(
         if run.stopped == UNFINISHED:
             keep(report(UNFINISHED))
 
-    def news(reason: str) -> Sweep | None:
-        return report(reason) if any(run is not known.get(place) for place, run in runs.items()) else None
-
     options: Any = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress, "keep": store}
-    with reported(keep, news):
+    with reported(keep, lambda reason: report(reason) if runs != known else None):
         for named in [targets] if isinstance(targets, (str, PathLike, HFTarget)) else targets:
             target = loaded(named)
             model = (target.name, target.precision, target.compiles)

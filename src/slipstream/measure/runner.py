@@ -75,7 +75,6 @@ class Runner:
 
     def warm_up(self, prompt: list[int]) -> None:
         """Ask each method once, untimed: first calls allocate and choose kernels."""
-        SamplingParams.of(self.target, self.max_new_tokens).limit(prompt)
         for method in self.methods:
             replace(self, max_new_tokens=4).ask_all(method, [prompt] * self.batch)
 

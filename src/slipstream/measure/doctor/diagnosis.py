@@ -77,11 +77,6 @@ class Diagnosis:
         """What grows the trees: the drafter, or the head in it."""
         return _proposer(self.drafter)
 
-    @property
-    def chooses(self) -> bool:
-        """Whether the drafter takes another tree in every round."""
-        return bool(self.drafter.candidate_trees)
-
     @cached_property
     def config(self) -> Any:
         """The head's config.json; empty where it has none."""

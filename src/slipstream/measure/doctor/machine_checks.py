@@ -151,7 +151,7 @@ def crowded(diagnosis: Diagnosis) -> Outcome:
 
 def _tree(diagnosis: Diagnosis) -> tuple[TreeSpec, float]:
     """The tree in use, and its estimated speed-up."""
-    if diagnosis.chooses:
+    if diagnosis.drafter.candidate_trees:
         raise Unmeasured("this drafter chooses a tree in every round")
     if (outcome := crowded(diagnosis)).found:
         raise Unmeasured("drafting does not pay for so many texts")
@@ -176,7 +176,7 @@ def _with_tree(diagnosis: Diagnosis, size: Size) -> str:
 def _speedup(diagnosis: Diagnosis, batch: int) -> float:
     """Of the tree in use, or of the best one where the drafter chooses."""
     costs = diagnosis.costs(batch)
-    if diagnosis.chooses:
+    if diagnosis.drafter.candidate_trees:
         return max((size.estimate for size in every_size(diagnosis.rates, costs)), default=1.0)
     spec = diagnosis.proposer.tree_spec
     return costs.speedup(diagnosis.predicted.tau, spec.nodes, spec.depth)
