@@ -143,6 +143,4 @@ def _arm(name: str, method: str, data: str, options: str = "") -> str:
 
 _READ = yaml.safe_load((files(__package__) / "entries.yaml").read_text("utf-8"))
 ENTRIES: dict[str, Entry] = {name: _entry(**parts) for name, parts in _READ["entries"].items()}
-ARMS: dict[str, str] = {
-    name: _arm(name, *parts) for name, parts in _READ["arms"].items()
-}  # how to train each
+ARMS: dict[str, str] = {name: _arm(name, *parts) for name, parts in _READ["arms"].items()}
