@@ -15,7 +15,7 @@ import derive
 import growth
 from heads import HeadsReport
 from peers import PeersReport
-from slipstream.measure.results import TuneReport
+from slipstream.measure.tune_report import TuneReport
 from slipstream.training.run import draw
 from slipstream.training.trainer import Evaluation
 from table import write_tables

@@ -56,7 +56,7 @@ IMPORTED = [
     *("accelerate", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"),
     "slipstream.kernels.ops",
     "slipstream.measure.certify",
-    "slipstream.measure.report.pictures",
+    "slipstream.measure.results",
     "slipstream.measure.papers.reproduce",
     "slipstream.measure.bench",
     "slipstream.measure.tune",

@@ -23,7 +23,7 @@ from slipstream.cli import common as cli
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.machine import versions
-from slipstream.measure.papers import ENTRIES
+from slipstream.measure.papers.entry import ENTRIES
 from slipstream.measure.papers.measurements import ABSENT, RACE, Cell, Measurements
 from slipstream.measure.papers.reproduce_report import ReproduceReport
 from slipstream.results import Figures, Part, Result, made
@@ -114,7 +114,7 @@ def compare(
 ) -> dict[str, Any]:
     """Relations between speeds over plain decoding, and these speeds on MT-bench at T = 0."""
     raced = [each for each in report.cells if each.how == RACE and each.batch == 1 and each.drafter in rows]
-    cells = {each.place: computed(each, rows[each.drafter], passes, layer, head) for each in raced}
+    cells = {each.key: computed(each, rows[each.drafter], passes, layer, head) for each in raced}
     categories = {name: questions.categories for name, questions in report.settings.sets.items()}
     measurements = Measurements(cells, categories)
     relations, speeds = list[Computed](), dict[str, float]()

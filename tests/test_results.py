@@ -14,8 +14,9 @@ from slipstream import machine
 from slipstream.engine.engine import Seconds
 from slipstream.engine.generate import Generation
 from slipstream.interop.parity import ParityReport
-from slipstream.measure.cost import cost_curve
-from slipstream.measure.results import BenchReport, Certificate, CostReport, TuneReport
+from slipstream.measure.cost import CostReport, cost_curve
+from slipstream.measure.results import BenchReport, Certificate
+from slipstream.measure.tune_report import TuneReport
 from slipstream.training.synthesize import Answers
 
 STORED = Path(__file__).parent.parent / "benchmarks" / "results"

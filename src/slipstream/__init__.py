@@ -43,9 +43,9 @@ if TYPE_CHECKING:
         BenchReport as BenchReport,
         Certificate as Certificate,
         Sweep as Sweep,
-        TuneReport as TuneReport,
     )
     from slipstream.measure.tune import tune as tune
+    from slipstream.measure.tune_report import TuneReport as TuneReport
     from slipstream.methods import METHODS as METHODS, Method as Method, register as register
     from slipstream.spec import Spec as Spec
     from slipstream.targets.hf import HFTarget as HFTarget

@@ -21,7 +21,6 @@ from slipstream.engine.policy import GUESS
 from slipstream.engine.replay import record
 from slipstream.measure.cost import cost_curve
 from slipstream.measure.datasets import Question
-from slipstream.measure.results import TuneReport
 from slipstream.measure.tune import (
     GAMMA,
     RANKS,
@@ -33,6 +32,7 @@ from slipstream.measure.tune import (
     skippable,
     tune,
 )
+from slipstream.measure.tune_report import TuneReport
 from slipstream.targets import HFTarget
 
 ASKED = [Question("f", "1", "letters", ("a b a",)), Question("f", "2", "letters", ("c d e f",))]

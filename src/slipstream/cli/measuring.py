@@ -91,7 +91,6 @@ def bench(options: cli.Arguments) -> None:
     several = len(options.targets) * len(temperatures) * len(batches) > 1
     begun: Any = unfinished(options.resume, json_path, *([] if several else [BENCH]), SWEEP)
     from slipstream.measure.bench import bench as run, steps, sweep
-    from slipstream.measure.report.pictures import draw_run, draw_sweep
     from slipstream.measure.results import Sweep
 
     several |= isinstance(begun, Sweep)  # to which one run is added
@@ -100,7 +99,7 @@ def bench(options: cli.Arguments) -> None:
     total *= len(temperatures) * len(options.targets)
 
     def show(report: Any) -> None:
-        cli.deliver(report, json_path, plot, partial(draw_sweep if several else draw_run, report))
+        cli.deliver(report, json_path, plot, report.plot)
 
     with reported(json_path, show) as keep, cli.progress_bar(total) as progress:
         settings: dict[str, Any] = {"begun": begun, "progress": progress, "keep": keep}

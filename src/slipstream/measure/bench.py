@@ -1,6 +1,6 @@
 """bench: drafters beside both baselines, in alternation, on the same prompts; sweep: several such runs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from os import PathLike
 from typing import Any
@@ -25,7 +25,7 @@ from slipstream.measure.results import (
     Sweep,
     Turn,
 )
-from slipstream.measure.resume import UNFINISHED, check_goes_on, check_same, fingerprint, marks, reported
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks, reported
 from slipstream.measure.runner import Drafters, Runner, first_prompts, prompt_of
 from slipstream.provenance import public
 from slipstream.results import heading, made
@@ -106,12 +106,14 @@ def _longest(group: Sequence[Question]) -> int:
 
 
 class _Bench:
-    """A run under way: questions in groups that are asked at once, and the turns answered so far."""
+    """A run under way: questions in groups that are asked at once, the turns that all methods have answered,
+    and their figures."""
 
     def __init__(self, runner: Runner, asked: Sequence[Question]) -> None:
         self.runner, self.groups = runner, batches(asked, runner.batch)
         self.questions = {question.name: question for question in asked}
         self.turns = list[Turn]()
+        self.by_question: dict[str, dict[str, QuestionResult]] = {}  # by method, when they are reported
         self.settings = BenchSettings(
             drafters=[*runner.drafters],
             questions=[*self.questions],
@@ -175,34 +177,23 @@ class _Bench:
                 chats[question.name].append({"role": "assistant", "content": text.decode(plain.tokens)})
 
     def report(self, stopped: str | None = None) -> BenchReport:
-        figures = _Figures(self.runner, self.questions, self.turns)
+        self.by_question = {method: self._by_question(method) for method in self.runner.methods}
+        hf = _tally(self.turns, HF)
         report = BenchReport(
             **self.fields,
-            prompts=[*figures.by_question[HF]],
+            prompts=[*self.by_question[HF]],
             settings=self.settings,
-            hf_generate=figures.of_hf(),
-            results=[figures.of(name) for name in self.runner.drafters],
+            hf_generate=HFResult(
+                tokens_per_second=round(hf.tokens_per_second, 2),
+                new_tokens=hf.new_tokens,
+                memory_mib=hf.memory_mib,
+                by_question=self.by_question[HF],
+            ),
+            results=[self._result(name) for name in self.runner.drafters],
         )
         return report.stopped_by(stopped, turns=[*self.turns])
 
-
-class _Figures:
-    """Figures of turns that all methods answered."""
-
-    def __init__(self, runner: Runner, questions: Mapping[str, Question], turns: list[Turn]) -> None:
-        self.runner, self.questions, self.turns = runner, questions, turns
-        self.by_question = {method: self._by_question(method) for method in runner.methods}
-
-    def of_hf(self) -> HFResult:
-        tally = _tally(self.turns, HF)
-        return HFResult(
-            tokens_per_second=round(tally.tokens_per_second, 2),
-            new_tokens=tally.new_tokens,
-            memory_mib=tally.memory_mib,
-            by_question=self.by_question[HF],
-        )
-
-    def of(self, name: str) -> DrafterResult:
+    def _result(self, name: str) -> DrafterResult:
         tally, plain = _tally(self.turns, name), _tally(self.turns, "vanilla")
         drafter, ours = self.runner.drafters[name], self.by_question[name]
         exact, decoding = self.runner.keeps_text(name), tally.seconds.total - tally.seconds.prefill
@@ -301,10 +292,16 @@ def sweep(
     check_given(temperatures=temperatures, batches=batches)
     for temperature in temperatures:
         Sampling(temperature=temperature, seed=seed)
-    runs = {_place(run): run for run in begun.runs} if begun else {}
-    known = dict(runs)
-    for run in known.values():
-        _check_run(run, asked, drafters, max_new_tokens=max_new_tokens, seed=seed)
+    known = {_place(run): run for run in begun.runs} if begun else {}
+    runs = dict(known)
+    fields = {"max_new_tokens": max_new_tokens, "seed": seed, "hardware": hardware(), "versions": versions()}
+    settings = {
+        "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
+        "questions": [question.name for question in asked],
+        "texts": fingerprint([question.turns for question in asked]),
+    }
+    for run in known.values():  # which may not be asked now
+        check_goes_on("sweep", run, fields, settings if run.settings else {})
     stamps = {_place(run)[:3]: run.settings.weights for run in known.values() if run.settings}
 
     def report(stopped: str | None) -> Sweep:
@@ -315,11 +312,8 @@ def sweep(
         if run.stopped == UNFINISHED:
             keep(report(UNFINISHED))
 
-    def news(reason: str) -> Sweep | None:
-        return report(reason) if any(run is not known.get(place) for place, run in runs.items()) else None
-
     options: Any = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress, "keep": store}
-    with reported(keep, news):
+    with reported(keep, lambda reason: report(reason) if runs != known else None):
         for named in [targets] if isinstance(targets, (str, PathLike, HFTarget)) else targets:
             target = loaded(named)
             model = (target.name, target.precision, target.compiles)
@@ -338,17 +332,3 @@ def sweep(
 
 def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:
     return run.target, run.dtype, run.compiled, run.temperature, run.batch
-
-
-def _check_run(run: BenchReport, asked: Sequence[Question], drafters: Drafters, **counts: int) -> None:
-    """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is, or
-    elsewhere."""
-    fields = {**counts, "hardware": hardware(), "versions": versions()}
-    check_same("sweep", {name: (getattr(run, name), now) for name, now in fields.items()})
-    if run.settings is not None:
-        settings = {
-            "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
-            "questions": [question.name for question in asked],
-            "texts": fingerprint([question.turns for question in asked]),
-        }
-        check_same("sweep", {name: (getattr(run.settings, name), now) for name, now in settings.items()})

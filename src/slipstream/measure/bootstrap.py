@@ -43,9 +43,6 @@ def paired(ours: Mapping[str, QuestionResult], theirs: Mapping[str, QuestionResu
     replacement, the same for both methods (n draws vary too little: McCarthy & Snowden 1985), and is as wide
     as `interval` makes it. It says how far other questions would move the figure, not another machine.
     Questions that were answered at once are drawn together.
-
-    Args:
-        ours, theirs: `by_question` of two methods in one report of `bench`.
     """
     sums = _by_file(ours, theirs)
     mean = torch.stack([_ratio(file.sum(0)) for file in sums]).mean().item()
@@ -91,11 +88,8 @@ def _bootstrap(files: list[Tensor], ratio: Callable[[list[Tensor]], Tensor]) -> 
 
 def interval(draws: Tensor, freedom: int) -> Interval:
     """The interval that holds the middle 95 % of the draws, wider by Student's t over the normal law's. Draws
-    of few units vary as if their spread were known, and the middle of 3 covers 74 %.
-
-    Args:
-        freedom: how many units were drawn from, less one for each file that they were drawn within.
-    """
+    of few units vary as if their spread were known, and the middle of 3 covers 74 %. `freedom`: how many
+    units were drawn from, less one for each file that they were drawn within."""
     low, middle, high = draws.quantile(torch.tensor([0.025, 0.5, 0.975], dtype=draws.dtype)).tolist()
     wider = student(freedom) / NORMAL
     return middle + wider * (low - middle), middle + wider * (high - middle)

@@ -78,7 +78,7 @@ def certify(
         temperatures=[float(temperature) for temperature in dict.fromkeys(temperatures)],
         questions=[question.name for question in asked],
         fingerprint=fingerprint(
-            target.stamp, prompts, [marks(each) for kind in by_kind.values() for each in kind.values()]
+            target.stamp, prompts, [marks(drafter) for kind in by_kind.values() for drafter in kind.values()]
         ),
         draws=draws,
     )
@@ -94,7 +94,7 @@ def certify(
 
 @dataclass
 class _Certification:
-    """A run under way, and what was found so far by drafter and temperature."""
+    """A run under way, and what it has found by drafter and temperature."""
 
     runner: Runner
     drafters: dict[bool, dict[str, Drafter]]  # by name, for greedy answers (False) and for drawn ones (True)
@@ -104,13 +104,11 @@ class _Certification:
     tests: dict[tuple[str, float], Drawn] = field(default_factory=dict)
 
     def go_on(self, begun: Certificate) -> None:
-        """Take over what an earlier run found. Raises ValueError where it was another run."""
         check_goes_on("certificate", begun, self.report().stored(), self.settings)
         self.results = {(row.drafter, row.temperature): row for row in begun.results}
         self.tests = {(row.drafter, row.temperature): row for row in begun.distribution}
 
     def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
-        """Do what is left, piece by piece."""
         for temperature in self.settings.temperatures:
             runner = replace(self.runner, temperature=temperature)
             before = self.results.get((ORACLE, temperature))
@@ -121,12 +119,19 @@ class _Certification:
             if not temperature:
                 continue
             # Plain decoding's draws stand for those of every drafter with the same text.
-            others = {name: each for name, each in self.drafters[True].items() if each.law != "coupled"}
+            others = {name: one for name, one in self.drafters[True].items() if one.law != "coupled"}
+            options = {**runner.settings, "max_new_tokens": min(LENGTH, runner.max_new_tokens)}
+            prompts = [prompt for _, prompt in self.asked]
             for name, drafter in {"vanilla": Vanilla(), **others}.items():
                 test = self.tests.get((name, temperature))
+                classes = test.classes if test else [0] * CLASSES
                 for first in range(test.answers if test else 0, self.settings.draws, BATCH):
                     progress(f"T={temperature:g} drawing {name}")
-                    self._draw(runner, name, drafter, first)
+                    count = min(BATCH, self.settings.draws - first)
+                    more = draw(runner.target, drafter, prompts, first, count, **options)
+                    classes = [a + b for a, b in zip(classes, more, strict=True)]
+                    row = drawn(name, temperature, drafter.law, first + count, classes)
+                    self.tests[name, temperature] = row
                     yield
 
     def _answers(
@@ -136,41 +141,29 @@ class _Certification:
         temperature, target = runner.temperature, runner.target
         plain = runner.ask("vanilla", prompt)
         runner = replace(runner, drafters=self.drafters[temperature > 0])
-        oracle = TreeOracle([prompt + plain.tokens], target.vocab)
-        drafters = {name: each for name, each in runner.drafters.items() if runner.keeps_text(name)}
-        runner = replace(runner, drafters={**drafters, ORACLE: oracle})
+        drafters = {name: drafter for name, drafter in runner.drafters.items() if runner.keeps_text(name)}
+        drafters[ORACLE] = TreeOracle([prompt + plain.tokens], target.vocab)
+        runner = replace(runner, drafters=drafters)
         # Rounding inputs to 8 bits turns a difference in the last bit into one of a step, beyond any margin.
         outside = [] if temperature or target.quantize is not None else [HF]
         answers = {}
-        for name in [*runner.drafters, *outside]:
+        for name in [*drafters, *outside]:
             progress(f"T={temperature:g} {question.name} {name}")
             answers[name] = runner.ask(name, prompt)
         return {name: runner.audited(name, a, plain, question, prompt) for name, a in answers.items()}
 
     def _count(self, name: str, temperature: float, answer: Answered) -> None:
-        """Add an answer to a drafter's row."""
         row = self.results.get((name, temperature)) or Certified(drafter=name, temperature=temperature)
         divergences = [*row.divergences, *answer.differences]
-        self.results[name, temperature] = Certified(
-            drafter=name,
-            temperature=temperature,
-            questions=row.questions + 1,
-            tokens=row.tokens + len(answer.tokens),
-            identical=row.identical + answer.identical,
-            unexplained=row.unexplained + answer.unexplained,
-            largest_margin=_beyond(divergences) or max((one.margin for one in divergences), default=0.0),
-            divergences=divergences,
-        )
-
-    def _draw(self, runner: Runner, name: str, drafter: Drafter, first: int) -> None:
-        """Add answers to a drafter's test."""
-        test = self.tests.get((name, runner.temperature))
-        count = min(BATCH, self.settings.draws - first)
-        options = {**runner.settings, "max_new_tokens": min(LENGTH, runner.max_new_tokens)}
-        more = draw(runner.target, drafter, [prompt for _, prompt in self.asked], first, count, **options)
-        classes = [a + b for a, b in zip(test.classes if test else [0] * CLASSES, more, strict=True)]
-        row = drawn(name, runner.temperature, drafter.law, first + count, classes)
-        self.tests[name, runner.temperature] = row
+        sums = {
+            "questions": row.questions + 1,
+            "tokens": row.tokens + len(answer.tokens),
+            "identical": row.identical + answer.identical,
+            "unexplained": row.unexplained + answer.unexplained,
+            "largest_margin": _largest_margin(divergences),
+            "divergences": divergences,
+        }
+        self.results[name, temperature] = row.model_copy(update=sums)
 
     def report(self, stopped: str | None = None) -> Certificate:
         results, tests = [*self.results.values()], [*self.tests.values()]
@@ -189,9 +182,9 @@ class _Certification:
         return report.stopped_by(stopped)
 
 
-def _beyond(differences: Sequence[Difference]) -> str | None:
-    """What an infinite margin among them stands for; None where there is none."""
-    infinite = [each for each in differences if each.margin == math.inf]
-    if any(PAD not in (each.token, each.plain) for each in infinite):
+def _largest_margin(differences: Sequence[Difference]) -> float | str:
+    """In words where it is infinite."""
+    infinite = [one for one in differences if one.margin == math.inf]
+    if any(PAD not in (one.token, one.plain) for one in infinite):
         return "outside the support"
-    return "one has ended" if infinite else None
+    return "one has ended" if infinite else max((one.margin for one in differences), default=0.0)

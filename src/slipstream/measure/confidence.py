@@ -10,21 +10,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from slipstream.core.drafter import Drafter
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.proposer import Proposer
 from slipstream.measure.tune import ranks
 from slipstream.targets import RecordedTarget
 
 BINS = 10
+DEPTH = 3  # of the drafts of a paper's figure
 COLUMNS = ("judged", "confidence", "accepted")  # of a bin
 
 
-def by_question(
-    drafter: Proposer, recorded: RecordedTarget, depth: int = 3
-) -> tuple[list[str], list[list[float]]]:
+def by_question(drafter: Drafter, recorded: RecordedTarget) -> tuple[list[str], list[list[float]]]:
     """For each text of a record and each bin: judged tokens, the sum of their confidence, and how many were
     accepted. Returns the columns' names and their values."""
-    sums = by_confidence(drafter, recorded, min(depth, drafter.deepest or depth), (1,))
+    assert isinstance(drafter, Proposer)
+    sums = by_confidence(drafter, recorded, min(DEPTH, drafter.deepest or DEPTH), (1,))
     return [f"{name} {b}" for b in range(BINS) for name in COLUMNS], sums.flatten(1).tolist()
 
 

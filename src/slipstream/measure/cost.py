@@ -1,15 +1,18 @@
 """What a target pass and the parts of a round cost on this machine, and how many distinct experts a pass of a
 mixture reads, which is what wide passes cost it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from timeit import timeit
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.text import Text
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter
@@ -24,12 +27,74 @@ from slipstream.engine.generate import LAWS
 from slipstream.engine.request import Request
 from slipstream.files import cache_home, update_json
 from slipstream.measure.datasets import load_questions
-from slipstream.measure.results import PARTS, CostReport, PassCost
-from slipstream.results import heading
+from slipstream.measure.results import PARTS
+from slipstream.plotting import picture
+from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 EXPERTS_CONTEXT = 32  # tokens before the rows whose experts are counted
+
+
+class PassCost(Part):
+    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens."""
+
+    rows: int
+    context: int
+    batch: int
+    ms: float
+    gb_s: float  # the weights' bytes over the time
+    share: float  # of the memory's bandwidth
+
+
+class CostReport(Report):
+    """What passes of a target cost on this machine."""
+
+    bandwidth_gb_s: float  # of the memory
+    weights_gb: float  # what a pass must read; of a mixture of experts, if it reads all of them
+    passes: list[PassCost]
+    experts: dict[int, float] = {}  # a mixture's distinct ones a layer that a pass reads, by rows
+
+    @property
+    def limit_ms(self) -> float:
+        """The time that reading the weights takes."""
+        return 1e3 * self.weights_gb / self.bandwidth_gb_s
+
+    @property
+    def _settings(self) -> Iterable[tuple[int, int]]:
+        """Contexts and batches."""
+        return dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
+
+    def __rich__(self) -> Group:
+        """A column per context and batch, and the speed at which the one-row pass reads the weights."""
+        title = f"{self.model}: ms of a pass, by its rows; columns: tokens of context × texts"
+        table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in self._settings))
+        ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
+        for rows in dict.fromkeys(cost.rows for cost in self.passes):
+            table.add_row(rows, *(f"{ms[rows, *setting]:.1f}" for setting in self._settings))
+        one = self.passes[0]
+        reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
+        lines = [Text(f"{reads}: at least {self.limit_ms:.1f} ms")]
+        if self.experts:
+            counts = ", ".join(f"{count:.1f} by {rows}" for rows, count in self.experts.items())
+            lines.append(Text(f"experts of a layer that a pass reads: {counts} rows"))
+        return Group(table, *lines)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(cost) for cost in self.passes]
+
+    def plot(self, path: str | None = None) -> Any:
+        """The time of a pass against its rows, for every context and batch, as `BenchReport.plot` draws."""
+        with picture(path, 1) as (ax,):
+            for context, batch in self._settings:
+                some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]
+                rows, ms = [cost.rows for cost in some], [cost.ms for cost in some]
+                label = f"{context} tokens, {batch} text{'s' if batch > 1 else ''}"
+                ax.plot(rows, ms, marker="o", markersize=3, label=label)
+            ax.axhline(self.limit_ms, color="gray", linestyle="--", linewidth=1, label="reading the weights")
+            ax.set(xlabel="rows of a pass", ylabel="milliseconds", ylim=(0, None))
+            ax.legend(frameon=False, fontsize="small")
+        return ax.figure
 
 
 def read_bandwidth(device: torch.device, mib: int = 512, repeats: int = 5) -> float:
@@ -70,8 +135,8 @@ def pass_seconds(
 
 class Rounds:
     """Rounds of several drafters behind the same prompts, timed in alternation. `arms`: drafters, and the
-    trees that they grow (None: their own); `prompts`: of the texts that share a round; `most`: rounds of one
-    drafter that there is room for."""
+    trees that they grow (None: their own); `prompts`: of the texts that share a round; `most`: rounds that
+    one drafter has room for."""
 
     def __init__(
         self,
@@ -87,18 +152,16 @@ class Rounds:
         self._engines = [self._engine(*arm) for arm in arms]
 
     def _engine(self, drafter: Drafter, spec: TreeSpec | None) -> Engine:
-        """An engine under way."""
-        depth = drafter.depth if spec is None else spec.depth
+        depth, rows = (spec or drafter).depth, len(self._prompts)
         capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
-        rows, law = len(self._prompts), LAWS[drafter.law]
-        engine = Engine(self._target, drafter, law, rows, capacity, [spec] if spec else [])
+        engine = Engine(self._target, drafter, LAWS[drafter.law], rows, capacity, [spec] if spec else [])
         engine.admit(*map(Request, map(list, self._prompts), self._sampling))
         engine.step(spec=spec)  # it makes buffers, and is not timed
         return engine
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
-        """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds over all its
-        rounds, part by part."""
+        """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds, by part, over
+        all its rounds until now."""
         for _ in range(rounds):
             for i in range(len(self._engines)) if among is None else among:
                 engine, (drafter, spec) = self._engines[i], self._arms[i]
@@ -135,13 +198,12 @@ def cost_curve(
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
-    for context in dict.fromkeys(min(each, most) for each in contexts):
-        for batch in batches:
-            progress(f"passes behind {context} tokens of {batch} texts")
-            for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
-                speed, ms = weights / seconds, round(seconds * 1e3, 3)
-                rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
-                passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
+    for context, batch in product(dict.fromkeys(min(context, most) for context in contexts), batches):
+        progress(f"passes behind {context} tokens of {batch} texts")
+        for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
+            speed, ms = weights / seconds, round(seconds * 1e3, 3)
+            rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
+            passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
     sizes: dict[str, Any] = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
     if isinstance(target, HFTarget) and target.text is not None:
         texts = [target.text.ids(question.turns[0]) for question in load_questions()]
@@ -162,22 +224,13 @@ def save_costs(target: Target, report: CostReport) -> None:
 
 @torch.inference_mode()
 def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, float]:
-    """Distinct experts of a layer that a pass reads, by its rows: the mean over layers and texts.
-
-    The rows are tokens of a text that follow each other, as those of a draft nearly do. A pass over one row
-    reads as many experts as are active for a token, and a wide one may read all of them.
-
-    Args:
-        texts: as tokens. Those too short for a pass are left out of it.
-
-    Returns:
-        Nothing for a target without experts, and for a compiled one, whose layers are not looked into.
-    """
+    """Distinct experts of a layer that a pass reads, by its rows: the mean over layers and texts (tokens),
+    without those too short for it. The rows follow each other in a text, as those of a draft nearly do.
+    Nothing for a target without experts, and for a compiled one, whose layers are not looked into."""
     layers = [] if target.compiles else mixtures(target)
     chosen: list[Tensor] = []
 
-    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Which experts the router chose: the only tensor of whole numbers."""
+    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:  # the router's choice: the only whole numbers
         chosen.extend(x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point())
 
     counts: dict[int, list[int]] = {}
@@ -200,4 +253,4 @@ def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequenc
 def mixtures(target: HFTarget) -> list[nn.Module]:
     """The modules of a target that hold weights of several experts, stacked."""
     modules = target.shadow_model.modules()
-    return [each for each in modules if any(weight.dim() == 3 for weight in each.parameters(recurse=False))]
+    return [module for module in modules if any(w.dim() == 3 for w in module.parameters(recurse=False))]

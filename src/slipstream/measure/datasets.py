@@ -2,7 +2,7 @@
 Hugging Face hub, or directories of one, through `datasets`."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import chain, zip_longest
@@ -28,6 +28,8 @@ SHIPPED = ("mt_bench", "humaneval")  # other people's, by name
 HUB = "hf:"
 HUB_FORM = "give hf:REPOSITORY:SPLIT, or hf:REPOSITORY:CONFIGURATION:SPLIT"
 USUAL = ("default", "main")  # configurations that are taken where none is named
+CHATS, ARTICLES = ("messages", "conversations"), ("article", "document")
+COLUMNS = ("turns", "question", "instruction", "prompt", *CHATS, *ARTICLES)  # of a data set's questions
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,13 @@ def load_questions(given: Questions = (), limit: int | None = None) -> list[Ques
     questions = evenly([question for question in given if isinstance(question, Question)], limit)
     paths = [name_of(path, "a question file") for path in given if not isinstance(path, Question)]
     for path, name in zip(paths, file_names(paths), strict=True):
-        questions += evenly(_distinct(_read(path, name)), limit)
+        if path.startswith(HUB):
+            asked = _of_hub(path, name)
+        elif is_set(path):
+            asked = _parsed(name, (SETS / f"{path}.jsonl").read_text("utf-8"))
+        else:
+            asked = _parsed(name, read_text(path, "question file"))
+        questions += evenly(_distinct(asked), limit)
     return _distinct(questions)
 
 
@@ -123,14 +131,6 @@ def _distinct(questions: list[Question]) -> list[Question]:
     return [replace(question, id=name.removeprefix(f"{question.file}:")) for question, name in pairs]
 
 
-def _read(path: str, file: str) -> list[Question]:
-    if path.startswith(HUB):
-        return _of_hub(path, file)
-    if is_set(path):
-        return _parsed(file, (SETS / f"{path}.jsonl").read_text("utf-8"))
-    return _parsed(file, read_text(path, "question file"))
-
-
 def _parsed(file: str, text: str) -> list[Question]:
     questions = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -156,17 +156,15 @@ def _parsed(file: str, text: str) -> list[Question]:
 def _of_hub(path: str, file: str) -> list[Question]:
     """A data set's questions, in its order: those of the first of `COLUMNS` that it has."""
     rows = _hub_rows(path)
-    columns = list(rows.column_names)
-    column = next((column for column in COLUMNS if column in columns), None)
+    column = next((column for column in COLUMNS if column in rows.column_names), None)
     if column is None:
-        raise ValueError(
-            f"data set {path} has the columns {', '.join(columns)}, and none of {', '.join(COLUMNS)}: write "
-            'its questions as lines like {"question_id": 1, "turns": ["…"]}'
-        )
+        known = f"has the columns {', '.join(rows.column_names)}, and none of {', '.join(COLUMNS)}"
+        form = 'write its questions as lines like {"question_id": 1, "turns": ["…"]}'
+        raise ValueError(f"data set {path} {known}: {form}")
     questions = []
     for number, row in enumerate(rows, 1):
         with understood(f"data set {path}, row {number}"):
-            turns = tuple(turn for turn in COLUMNS[column](row[column], row) if turn.strip())
+            turns = tuple(turn for turn in _turns(column, row) if turn.strip())
         if not turns:
             raise ValueError(f"data set {path}, row {number}: {column} holds no text")
         questions.append(Question(file, str(number), str(row.get("category") or file), turns))
@@ -197,39 +195,18 @@ def _hub_rows(path: str) -> Any:
         raise ValueError(f"data set {path} cannot be loaded: {first_line(error)}. {HUB_FORM}") from error
 
 
-def _text(value: Any) -> str:
-    """A value that is a text. Raises TypeError."""
-    if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]!r} is no text")
-    return value
-
-
-def _user_turns(messages: Any, _: Mapping[str, Any]) -> list[str]:
-    users = [each for each in messages if each.get("role", each.get("from")) in ("user", "human")]
-    return [_text(each.get("content", each.get("value"))) for each in users]
-
-
-def _prompt(value: Any, row: Mapping[str, Any]) -> list[str]:
-    """Of a text, of several turns' texts, or of messages."""
-    turns = [value] if isinstance(value, str) else value
-    return list(turns) if all(isinstance(turn, str) for turn in turns) else _user_turns(value, row)
-
-
-def _instruction(value: str, row: Mapping[str, Any]) -> list[str]:
-    return [f"{_text(value)}\n\n{_text(row['input'])}" if row.get("input") else _text(value)]
-
-
-def _summary(value: str, _: Mapping[str, Any]) -> list[str]:
-    return [f"Summarize: {_text(value)}"]  # as EAGLE asks
-
-
-COLUMNS: dict[str, Callable[[Any, Mapping[str, Any]], list[str]]] = {
-    "turns": lambda value, row: [_text(turn) for turn in value],
-    "question": lambda value, row: [_text(value)],
-    "instruction": _instruction,
-    "prompt": _prompt,
-    "messages": _user_turns,
-    "conversations": _user_turns,
-    "article": _summary,
-    "document": _summary,
-}
+def _turns(column: str, row: Mapping[str, Any]) -> list[str]:
+    """A row's question by its column. Raises errors of many types for values of another form."""
+    value = row[column]
+    turns = [*value] if column == "turns" or (column == "prompt" and not isinstance(value, str)) else [value]
+    if column in CHATS or (column == "prompt" and not all(isinstance(turn, str) for turn in turns)):
+        users = [each for each in value if each.get("role", each.get("from")) in ("user", "human")]
+        turns = [each.get("content", each.get("value")) for each in users]
+    elif column == "instruction" and row.get("input"):
+        turns.append(row["input"])
+    for turn in turns:
+        if not isinstance(turn, str):
+            raise TypeError(f"{str(turn)[:40]!r} is no text")
+    if column in ARTICLES:
+        return [f"Summarize: {turns[0]}"]  # as EAGLE asks
+    return ["\n\n".join(turns)] if column == "instruction" else turns

@@ -28,8 +28,8 @@ def demo(runner: Runner, drafter: str, questions: Sequence[Question], console: C
             answers = _answered(runner, drafter, question, console)
             for method, answer in answers.items():
                 totals[method].append(answer)
-            each = {method: [answer] for method, answer in answers.items()}
-            console.print(_figures(each, drafter), end="\n\n")
+            own = {method: [answer] for method, answer in answers.items()}
+            console.print(_figures(own, drafter), end="\n\n")
     finally:
         if totals[drafter]:
             console.rule("all answers", align="left")
@@ -74,7 +74,7 @@ def _verdict(runner: Runner, drafter: str, answer: Answered, same: bool) -> Text
         return Text("the same text, token for token" if strict else "the same text", "green")
     if not answer.differences:
         return Text("another draw from the same distribution", "cyan")
-    first, margin = answer.differences[0], max(each.margin for each in answer.differences)
+    first, margin = answer.differences[0], max(one.margin for one in answer.differences)
     size = f"token {first.position}, margin {margin:.2g} in logits"
     if not answer.unexplained:
         return Text(f"rounding turned a near-tie ({size})", "yellow")
@@ -83,7 +83,7 @@ def _verdict(runner: Runner, drafter: str, answer: Answered, same: bool) -> Text
 
 
 def _figures(answers: dict[str, list[Answered]], drafter: str) -> Text:
-    tallies = {method: Tally(each.counted for each in some) for method, some in answers.items()}
+    tallies = {method: Tally(answer.counted for answer in some) for method, some in answers.items()}
     speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
     ours = speed[drafter]
     ratios = (f"{ours / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in SHOWN.items())

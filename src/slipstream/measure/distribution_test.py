@@ -52,11 +52,8 @@ def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Seq
 def draw(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], first: int, count: int, **options: Any
 ) -> list[int]:
-    """Tokens by class of `count` answers from the first-th on, which ask the prompts in turn.
-
-    Args:
-        options: of `generate`. Each batch of answers has a seed of its own, counted from `seed`.
-    """
+    """Tokens by class of `count` answers from the first-th on, which ask the prompts in turn. `options` are
+    `generate`'s; each batch of answers has a seed of its own, counted from `seed`."""
     asked = [list(prompts[i % len(prompts)]) for i in range(first, first + count)]
     options["seed"] = (options["seed"] + 1 + first) % 2**63
     borders = torch.Generator().manual_seed(options["seed"])
@@ -100,11 +97,9 @@ def above(statistic: float, freedom: int) -> float:
 
 
 def power(distance: float, tokens: int, freedom: int) -> float:
-    """The least chance with which the test finds a distance.
-
-    The statistic's law is then the noncentral χ². Of all frequencies at one distance, those that are all off
-    by as much are the hardest to find; their noncentrality is 4 · tokens · distance².
-    """
+    """The least chance with which the test finds a distance: the statistic's law is then the noncentral χ²,
+    and of all frequencies at one distance those that are all off by as much are the hardest to find. Their
+    noncentrality is 4 · tokens · distance²."""
     half = 2 * tokens * distance**2
     k = torch.arange(int(half + 12 * math.sqrt(half) + 60), dtype=torch.float64)
     weights = (k * math.log(max(half, 1e-300)) - half - torch.lgamma(k + 1)).exp()

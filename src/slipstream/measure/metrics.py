@@ -58,10 +58,10 @@ class Tally:
     @property
     def shared(self) -> float | None:
         """Rounds, those that several texts shared counted once; None where all texts were alone."""
-        if all(answer.shared is None for answer in self.answers):
+        shares = [answer.shared for answer in self.answers]
+        if all(share is None for share in shares):
             return None
         alone = (sum(times for *_, times in answer.rounds) for answer in self.answers)
-        shares = (answer.shared for answer in self.answers)
         return float(sum(own if share is None else share for own, share in zip(alone, shares, strict=True)))
 
     @property
@@ -88,11 +88,8 @@ class Tally:
 
 def expected(tally: Tally, plain: Tally) -> Expected:
     """The speed-up that a draft's quality and cost alone promise (GLIDE §3; Leviathan et al. 2023, Theorem
-    3.8).
-
-    It assumes that a pass over several rows costs what one row costs, and that tokens are accepted
-    independently. Each round counts with the number of tokens that it drafted, which may be 0.
-    """
+    3.8), if rows cost nothing and tokens are accepted independently. Each round counts with the number of
+    tokens that it drafted, which may be 0."""
     gammas, rounds = [r.drafted for r in tally.rounds], max(len(tally.rounds), 1)
     judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
     alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)

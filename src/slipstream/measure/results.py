@@ -1,28 +1,30 @@
-"""What `bench`, `sweep`, `certify`, `tune` and `cost_curve` return and store, and their tables."""
+"""What `bench`, `sweep` and `certify` return and store, their tables and pictures."""
 
 import math
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
 from slipstream.engine.engine import Seconds
-from slipstream.measure.bootstrap import Interval, Paired, QuestionResult
+from slipstream.measure.bootstrap import Interval, Paired, QuestionResult, paired
 from slipstream.methods import METHODS
 from slipstream.plotting import picture
 from slipstream.provenance import commanded, suggested
 from slipstream.results import Figures, Margin, Part, Report, Result, flat
-from slipstream.spec import Named, Spec
 
 HF = "hf_generate"
 BASELINES = ("vanilla", HF)
 PARTS = ("draft", "verify", "host")  # of a round
 FACTORS = {"tau": "τ", "rows": "rows", "draft": "draft", "host": "host", "prompt": "prompt"}
 WIDE = 12  # letters of a name that fits over a column
-BEST = 8  # of tune's candidates are shown
+MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
+SHADES = ("#0072B2", "#E69F00", "#999999")  # dark, light and grey, also without colour
 
 
 def promise(exactness: str, margin: float) -> str:
@@ -100,12 +102,9 @@ class BenchSettings(Part):
 
 
 class Expected(Part):
-    """The speed-up that a draft's quality and cost promise if rows cost nothing.
+    """The speed-up that a draft's quality and cost promise if rows cost nothing."""
 
-    `alpha` is the share of judged tokens that is accepted. For a chain it estimates E[Σ min(p, q)], for a
-    tree the chance that some child is accepted.
-    """
-
+    # The share accepted of judged tokens: of a chain E[Σ min(p, q)], of a tree the chance of some child.
     alpha: float
     c: float  # seconds of drafting one level of depth over those of a plain pass
     speedup: float  # the promise
@@ -178,6 +177,13 @@ class DrafterResult(Speed):
         if self.identical is None:
             return Text("in law", "cyan")
         return Text("yes", "green") if self.identical else Text(f"{len(self.divergences)} ties", "yellow")
+
+    def by_task(self, plain: "DrafterResult", task: Callable[[QuestionResult], str]) -> dict[str, Paired]:
+        """Speed over plain decoding's by the task of a question, with intervals over its questions."""
+        tasks: dict[str, dict[str, QuestionResult]] = {}
+        for question, answer in self.by_question.items():
+            tasks.setdefault(task(answer), {})[question] = answer
+        return {name: paired(answers, plain.by_question) for name, answers in tasks.items()}
 
     def verdict(self) -> Text:
         """Whether it is faster than plain decoding here, and what to try."""
@@ -252,10 +258,24 @@ class BenchReport(Report):
 
     def plot(self, path: str | None = None) -> Any:
         """Speed-up by task, acceptance by depth, accepted lengths and the time split of a round, as one
-        matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps."""
-        from slipstream.measure.report.pictures import draw_run
-
-        return draw_run(self, path)
+        matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises ValueError where it
+        cannot be written."""
+        drafters = [row for row in self.results if row.drafter != "vanilla"] or self.results
+        with picture(path, 4) as (tasks, depths, lengths, times):
+            _draw_tasks(tasks, self.results[0], drafters)
+            for row in drafters:
+                reached = [1.0, *row.acceptance_by_depth, 0.0]
+                depths.plot(range(1, len(reached) - 1), reached[1:-1], label=row.drafter, **MARKED)
+                shares = [share - deeper for share, deeper in pairwise(reached)]
+                lengths.plot(range(len(shares)), shares, **MARKED)
+            depths.set(title="Acceptance by depth", xlabel="depth", ylabel="share of rounds", ylim=(0, 1))
+            lengths.set(title="Accepted lengths", xlabel="tokens accepted", ylabel="share of rounds")
+            lengths.set_ylim(0, None)
+            _draw_times(times, self.results, self.batch)
+            for axes in (depths, lengths):
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            depths.legend(frameon=False, fontsize="x-small")
+        return tasks.figure
 
     def verdicts(self) -> list[Text]:
         """A sentence for each drafter: whether it is faster than plain decoding here, and what to try."""
@@ -303,6 +323,45 @@ def _notes(results: list[DrafterResult]) -> list[Text]:
     return [Text(line) for line in depths + products]
 
 
+def _draw_tasks(axes: Any, plain: DrafterResult, drafters: list[DrafterResult]) -> None:
+    """× plain of each drafter, by category where there are several, else by file."""
+    answers = plain.by_question.values()
+    several = len({answer.category or answer.file for answer in answers}) > 1
+
+    def task(answer: QuestionResult) -> str:
+        return (several and answer.category) or answer.file
+
+    names = sorted({task(answer) for answer in answers})
+    for i, row in enumerate(drafters):
+        at = [place + (i - (len(drafters) - 1) / 2) * 0.7 / len(drafters) for place in range(len(names))]
+        by_name = row.by_task(plain, task)
+        speedups = [by_name[name] for name in names]
+        means = [speedup.mean for speedup in speedups]
+        off = _errors(means, [speedup.interval for speedup in speedups])
+        axes.errorbar(means, at, xerr=off, linestyle="", label=row.drafter, **MARKED)
+    axes.axvline(1.0, color="gray", linestyle="--", linewidth=1)
+    axes.set(title="Speed-up by task, 95 % over questions", xlabel="× plain decoding")
+    axes.set_yticks(range(len(names)), names, fontsize="x-small")
+
+
+def _errors(means: Sequence[float], intervals: Sequence[Interval | None]) -> list[list[float]]:
+    """How far intervals reach below and above the means; nowhere where there is none."""
+    ends = [interval or (mean, mean) for mean, interval in zip(means, intervals, strict=True)]
+    return [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
+
+
+def _draw_times(axes: Any, rows: list[DrafterResult], batch: int) -> None:
+    left = [0.0] * len(rows)
+    for part, shade in zip(PARTS, SHADES, strict=True):
+        ms = [row.milliseconds(batch)[part] for row in rows]
+        axes.barh(range(len(rows)), ms, left=left, label=part, color=shade)
+        left = [start + more for start, more in zip(left, ms, strict=True)]
+    axes.set(title="Time split of a round", xlabel="milliseconds")
+    axes.set_yticks(range(len(rows)), [row.drafter for row in rows], fontsize="x-small")
+    axes.set_ylim(-0.6, len(rows) + 0.2)  # room for the legend above the bars
+    axes.legend(frameon=False, fontsize="x-small", loc="upper center", ncol=len(PARTS))
+
+
 class Sweep(Result):
     """What `sweep` found: one run of `bench` for each target, temperature and number of texts.
 
@@ -333,11 +392,30 @@ class Sweep(Result):
         ]
 
     def plot(self, path: str | None = None) -> Any:
-        """Tokens a second and speed-up against texts at once, as one matplotlib Figure, which a notebook
-        shows and `path` (.svg or .png) keeps."""
-        from slipstream.measure.report.pictures import draw_sweep
-
-        return draw_sweep(self, path)
+        """Tokens a second and speed-up against texts at once, a line for each target as it was run,
+        temperature and drafter: one matplotlib Figure, which a notebook shows and `path` (.svg or .png)
+        keeps. Raises ValueError where it cannot be written."""
+        lines: dict[tuple[str, float, str], list[tuple[int, DrafterResult]]] = {}
+        for run in self.runs:
+            for row in run.results:
+                lines.setdefault((run.model, run.temperature, row.drafter), []).append((run.batch, row))
+        targets = {target for target, _, _ in lines}
+        with picture(path, 2) as (speeds, ratios):
+            for (target, temperature, name), rows in lines.items():
+                rows.sort(key=itemgetter(0))
+                label = f"{f'{target}, ' * (len(targets) > 1)}{name}, T = {temperature:g}"
+                batches = [batch for batch, _ in rows]
+                speeds.plot(batches, [row.tokens_per_second for _, row in rows], label=label, **MARKED)
+                means = [row.speedup.vanilla for _, row in rows]
+                off = _errors(means, [row.intervals.get("vanilla") for _, row in rows])
+                ratios.errorbar(batches, means, yerr=off, **MARKED)
+            speeds.set(title="Throughput", xlabel="texts at once", ylabel="tokens/s", ylim=(0, None))
+            ratios.set(title="Speed-up, 95 % over questions")
+            ratios.set(xlabel="texts at once", ylabel="× plain decoding")
+            for axes in (speeds, ratios):
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            speeds.legend(frameon=False, fontsize="x-small")
+        return speeds.figure
 
     def verdicts(self) -> list[Text]:
         """A sentence for each drafter."""
@@ -465,240 +543,3 @@ def _tests(distribution: list[Drawn]) -> Figures:
         distance = f"distance {row.detectable:.3f}"
         table.add_row(row.drafter, f"{row.temperature:g}", row.law, row.tokens, p_value, distance)
     return table
-
-
-class Size(Part):
-    """A node budget (root included) and a depth, with the best static tree for them and its estimated
-    speed-up over plain decoding."""
-
-    nodes: int
-    depth: int
-    tree: str
-    estimate: float
-
-
-class Proposed(Part):
-    """A way to pick candidates."""
-
-    proposal: str
-    acceptance: list[list[float]]  # [d][r]: how often the r-th candidate follows an accepted node of depth d
-    budgets: list[Size]  # the best static tree of each node budget
-
-
-class Timing(Part):
-    """Milliseconds of a round's parts, tokens per second, and the speed-up over plain decoding."""
-
-    draft_ms: float
-    verify_ms: float
-    host_ms: float
-    tokens_per_second: float
-    speedup: float
-
-
-class Candidate(Part):
-    """A tree drafted along the record, or where that cannot tell, in decoding anew: the τ that it reaches,
-    and the speed-up estimated from that."""
-
-    tree: str
-    proposal: str
-    nodes: int
-    depth: int
-    tau: float
-    estimate: float
-
-
-class Raced(Timing, Candidate):
-    """A tree, timed over `rounds` rounds. `skip`: the blocks that a self-speculative drafter skips."""
-
-    rounds: int = 0
-    skip: str | None = None
-
-
-class Tuned(Part):
-    """What was found at one temperature. Candidates stand best first. Those dropped from the race early were
-    timed over fewer rounds, and come last."""
-
-    temperature: float
-    plain: Timing  # plain decoding's timing
-    proposals: list[Proposed]
-    gammas: list[Candidate] = []  # chains of a draft model; the best is a candidate
-    candidates: list[Raced]
-    chosen: Raced  # the first candidate whose text is plain decoding's: not a sampled one
-    rungs: list[str] = []  # the best tree of each octave of nodes, among which auto chooses
-
-    def names(self) -> dict[str, str]:
-        """The candidates' trees, and their names in the table: static trees are numbered."""
-        trees = dict.fromkeys(each.tree for each in self.candidates)
-        static = [tree for tree in trees if tree.startswith("[")]
-        return {tree: f"static {1 + static.index(tree)}" if tree in static else tree for tree in trees}
-
-    def table(self) -> Figures:
-        """The best candidates. Those dropped from the race early are dimmed, below the others."""
-        title = f"T = {self.temperature:g}: plain {self.plain.tokens_per_second:.1f} tokens/s; ms of a round"
-        columns = ("proposal", "nodes", "τ", *PARTS, "× plain", "rounds")
-        table, names = Figures(title, "tree", *columns), self.names()
-        rounds = self.chosen.rounds
-        for each in self.candidates[:BEST]:
-            if each.rounds < rounds:
-                table.add_section()
-            rounds, lost = each.rounds, each.rounds < self.chosen.rounds
-            tree = (names[each.tree], each.proposal, each.nodes, f"{each.tau:.2f}")
-            ms = (f"{getattr(each, f'{part}_ms'):.1f}" for part in PARTS)
-            speedup = f"({each.speedup:.2f})" if lost else f"{each.speedup:.2f}"
-            table.add_row(*tree, *ms, speedup, rounds, style="dim" if lost else None)
-        return table
-
-    def draw(self, axes: Any) -> None:
-        """The speed-up of trees against their nodes, as predicted and as timed."""
-        predicted = {each.proposal: each.budgets for each in self.proposals}
-        for name in dict.fromkeys([*predicted, *(each.proposal for each in self.candidates)]):
-            sizes = predicted.get(name, [])
-            nodes, estimates = [size.nodes for size in sizes], [size.estimate for size in sizes]
-            label = f"{name}, predicted" if sizes else None
-            (line,) = axes.plot(nodes, estimates, linewidth=1, label=label)
-            timed = [each for each in self.candidates if each.proposal == name]
-            nodes, speedups = [each.nodes for each in timed], [each.speedup for each in timed]
-            axes.scatter(nodes, speedups, s=14, color=line.get_color(), label=f"{name}, timed")
-        axes.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
-        title = f"T = {self.temperature:g}"
-        axes.set(title=title, xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
-        axes.legend(frameon=False, fontsize="small")
-
-
-class Skipped(Part):
-    """Blocks that a target may skip to draft for itself, and what that promises."""
-
-    skip: str  # the blocks, as `self-speculative` takes them
-    alpha: float  # agreement at T = 0
-    c: float  # the cost of a pass without the blocks over that of a whole one
-    expected: float  # the best speed-up of a chain if rows cost nothing
-
-
-class TuneReport(Report):
-    """What `tune` found.
-
-    Attributes:
-        context: number of tokens before the passes that were timed.
-        batch: number of texts that shared each of these passes.
-        passes_ms: milliseconds of a target pass, by its number of rows.
-        draft_step_ms: milliseconds of drafting one level of depth more.
-        skipping: for a self-speculative drafter, what each number of skipped blocks promises.
-    """
-
-    context: int
-    batch: int = 1
-    passes_ms: dict[int, float]
-    draft_step_ms: float
-    temperatures: list[Tuned]
-    skipping: list[Skipped] = []
-
-    def __rich__(self) -> Group:
-        """The best candidates at each temperature."""
-        shown: list[Figures | Text] = []
-        for tuned in self.temperatures:
-            shown.append(tuned.table())
-            if tuned.chosen.speedup < 1:
-                faster = "no tree pays here: plain decoding (--drafter vanilla) is quicker"
-                shown.append(Text(faster, "yellow"))
-            if tuned.candidates[0].proposal == "sampled":
-                other = "proposal=sampled is quicker and as exact, but draws another text: name it to take it"
-                shown.append(Text(other, "yellow"))
-            if tuned.rungs:
-                names = tuned.names()
-                shown.append(Text(f"auto chooses among: {', '.join(names[tree] for tree in tuned.rungs)}"))
-        texts = f"{self.batch} texts a round, " if self.batch > 1 else ""
-        note = f"{texts}in brackets: timed over fewer rounds, as an earlier lap dropped it"
-        return Group(*shown, Text(note, "dim"))
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            {"temperature": tuned.temperature} | flat(each)
-            for tuned in self.temperatures
-            for each in tuned.candidates
-        ]
-
-    def plot(self, path: str | None = None) -> Any:
-        """The speed-up over plain decoding against the node budget, as predicted for optimal static trees and
-        as timed: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
-        ValueError where it cannot be written."""
-        with picture(path, len(self.temperatures)) as axes:
-            for ax, tuned in zip(axes, self.temperatures, strict=True):
-                tuned.draw(ax)
-        return axes[0].figure
-
-    def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:
-        """The command-line options that name the static trees of the table, and of those that auto takes."""
-        lines = []
-        for tuned in self.temperatures:
-            names, skip = tuned.names(), tuned.chosen.skip
-            spec = Spec.parse(drafter).replace(**{"skip": skip} if skip else {})
-            for place, each in enumerate(tuned.candidates):
-                shown = place < best or each.tree in tuned.rungs
-                if shown and (name := names[each.tree]) != each.tree:
-                    called = spec.replace(tree=each.tree.replace(" ", ""), proposal=each.proposal)
-                    lines.append(f"{name}, T = {tuned.temperature:g}: --drafter {shlex.quote(str(called))}")
-        return lines
-
-
-class PassCost(Part):
-    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens."""
-
-    rows: int
-    context: int
-    batch: int
-    ms: float
-    gb_s: float  # the weights' bytes over the time
-    share: float  # of the memory's bandwidth
-
-
-class CostReport(Report):
-    """What passes of a target cost on this machine."""
-
-    bandwidth_gb_s: float  # of the memory
-    weights_gb: float  # what a pass must read; of a mixture of experts, if it reads all of them
-    passes: list[PassCost]
-    experts: dict[int, float] = {}  # a mixture's distinct ones a layer that a pass reads, by rows
-
-    @property
-    def limit_ms(self) -> float:
-        """The time that reading the weights takes."""
-        return 1e3 * self.weights_gb / self.bandwidth_gb_s
-
-    @property
-    def _settings(self) -> Iterable[tuple[int, int]]:
-        """Contexts and batches."""
-        return dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
-
-    def __rich__(self) -> Group:
-        """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
-        reads the weights."""
-        title = f"{self.model}: ms of a pass, by its rows; columns: tokens of context × texts"
-        table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in self._settings))
-        ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
-        for rows in dict.fromkeys(cost.rows for cost in self.passes):
-            table.add_row(rows, *(f"{ms[rows, *setting]:.1f}" for setting in self._settings))
-        one = self.passes[0]
-        reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
-        lines = [Text(f"{reads}: at least {self.limit_ms:.1f} ms")]
-        if self.experts:
-            counts = ", ".join(f"{count:.1f} by {rows}" for rows, count in self.experts.items())
-            lines.append(Text(f"experts of a layer that a pass reads: {counts} rows"))
-        return Group(table, *lines)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [flat(cost) for cost in self.passes]
-
-    def plot(self, path: str | None = None) -> Any:
-        """The time of a pass against its rows, for every context and batch, and the time that reading the
-        weights takes: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
-        ValueError where it cannot be written."""
-        with picture(path, 1) as (ax,):
-            for context, batch in self._settings:
-                some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]
-                rows, ms = [cost.rows for cost in some], [cost.ms for cost in some]
-                label = f"{context} tokens, {batch} text{'s' if batch > 1 else ''}"
-                ax.plot(rows, ms, marker="o", markersize=3, label=label)
-            ax.axhline(self.limit_ms, color="gray", linestyle="--", linewidth=1, label="reading the weights")
-            ax.set(xlabel="rows of a pass", ylabel="milliseconds", ylim=(0, None))
-            ax.legend(frameon=False, fontsize="small")
-        return ax.figure

@@ -54,12 +54,14 @@ def marks(drafter: Drafter) -> list[Any]:
     return parts
 
 
-def check_goes_on(what: str, begun: Any, fields: Mapping[str, Any], settings: Part) -> None:
+def check_goes_on(
+    what: str, begun: Any, fields: Mapping[str, Any], settings: Part | Mapping[str, Any]
+) -> None:
     """Raise ValueError where the report that was begun is another run's than one with these fields."""
-    if begun.settings is None:
+    if settings and begun.settings is None:
         raise ValueError(f"this {what} cannot be gone on with: it does not say what was asked")
     pairs = {name: (getattr(begun, name), fields[name]) for name in SHARED if name in fields}
-    pairs |= {name: (before, getattr(settings, name)) for name, before in begun.settings}
+    pairs |= {name: (getattr(begun.settings, name), now) for name, now in dict(settings).items()}
     check_same(what, pairs)
 
 

@@ -74,9 +74,7 @@ class Runner:
         return {"temperature": self.temperature, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
 
     def warm_up(self, prompt: list[int]) -> None:
-        """Ask each method once, untimed: first calls allocate and choose kernels. Raises ValueError for
-        settings out of range."""
-        SamplingParams.of(self.target, self.max_new_tokens).limit(prompt)
+        """Ask each method once, untimed: first calls allocate and choose kernels."""
         for method in self.methods:
             replace(self, max_new_tokens=4).ask_all(method, [prompt] * self.batch)
 
@@ -87,15 +85,12 @@ class Runner:
         of its tokens."""
         if show is None or method == HF:
             return self._answers(method, [prompt])[0]
-        start, pieces = (
-            time.perf_counter(),
-            stream(self.target, prompt, self.drafters[method], **self.settings),
-        )
+        start = time.perf_counter()
+        pieces = stream(self.target, prompt, self.drafters[method], **self.settings)
         for texts in pieces.rounds:
             show(texts)
-        answer = pieces.generation
+        wall, answer = time.perf_counter() - start, pieces.generation
         assert answer is not None
-        wall = time.perf_counter() - start
         return Answered(answer.tokens, wall, answer.rounds, answer.seconds, answer.sampling)
 
     def ask_all(self, method: str, prompts: list[list[int]]) -> list[Answered]:
@@ -123,9 +118,8 @@ class Runner:
         return not self.temperature or self.drafters[method].law == "coupled"
 
     def promises_bits(self, method: str) -> bool:
-        """Whether every token must be plain decoding's. Hugging Face's generate has attention and products of
-        its own, which round otherwise, and so do trees where the target is only audited: there a near-tie
-        within the precision's margin may turn."""
+        """Whether every token must be plain decoding's. Elsewhere near-ties within the precision's margin may
+        turn: Hugging Face's generate rounds otherwise, and so do trees where the target is only audited."""
         return self.exactness == "bits" and method != HF
 
     def audited(
@@ -151,8 +145,7 @@ class Runner:
 
 
 def _parting(answer: Answered, plain: Answered) -> Divergence:
-    """Where an answer leaves plain decoding's, though each of its tokens is what the audit chooses, too. No
-    rounding makes it end elsewhere."""
+    """Where an answer leaves plain decoding's, though the audit finds nothing: no rounding ends it."""
     pairs = enumerate(zip_longest(answer.tokens, plain.tokens, fillvalue=PAD))
     at, (token, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     return Divergence(at, token, other, math.inf if PAD in (token, other) else 0.0)
@@ -172,8 +165,7 @@ def drafters_of(
 
 
 def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens: int = 1) -> list[list[int]]:
-    """The first turn of every question, as tokens. Raises ValueError, by name, for one that leaves no room
-    for an answer."""
+    """The first turn of every question, as tokens. Raises ValueError as `prompt_of` does."""
     if not questions:
         raise ValueError("no questions: give one at least")
     return [prompt_of(target, question, 0, question.turns[0], max_new_tokens) for question in questions]
@@ -200,8 +192,8 @@ def hf_generate(target: HFTarget, tokens: Int[Tensor, "B T"], **kwargs: Any) -> 
 def hf_answers(
     target: HFTarget, prompts: list[list[int]], max_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """Its tokens for prompts that are given at once, padded on the left, with the same settings, end tokens
-    and stop strings. It reads the rest of generation_config itself. Raises ValueError as `generate` does."""
+    """Its tokens for prompts that are given at once, padded on the left. It reads what is no argument from
+    generation_config itself. Raises ValueError as `generate` does."""
     settings = SamplingParams.of(target, max_new_tokens, temperature=temperature, seed=seed)
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature:
@@ -214,12 +206,12 @@ def hf_answers(
     pad, longest = next(token for token in count() if token not in settings.eos), max(map(len, prompts))
     if len(prompts) > 1:
         options["pad_token_id"] = pad
-    rows = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-    read = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    rows = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+    read = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     generated = hf_generate(
         target,
-        rows.to(target.device),
-        attention_mask=read.to(target.device),
+        torch.tensor(rows, device=target.device),
+        attention_mask=torch.tensor(read, device=target.device),
         max_new_tokens=min(settings.limit(prompt) for prompt in prompts),
         eos_token_id=sorted(settings.eos) or None,
         use_cache=True,

@@ -37,8 +37,10 @@ from slipstream.engine.replay import decoded, one_by_one, predict, record, steps
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
 from slipstream.measure.cost import ROWS, Rounds, pass_seconds, promised
 from slipstream.measure.datasets import Questions, load_questions
-from slipstream.measure.results import (
-    PARTS,
+from slipstream.measure.results import PARTS
+from slipstream.measure.resume import reported
+from slipstream.measure.runner import first_prompts
+from slipstream.measure.tune_report import (
     Candidate,
     Proposed,
     Raced,
@@ -48,9 +50,7 @@ from slipstream.measure.results import (
     Tuned,
     TuneReport,
 )
-from slipstream.measure.resume import reported
-from slipstream.measure.runner import first_prompts
-from slipstream.methods import named
+from slipstream.methods import named as methods
 from slipstream.provenance import public, suggested
 from slipstream.results import heading
 from slipstream.spec import Named, Spec
@@ -112,8 +112,12 @@ def tune(
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
-    skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
-    grower = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
+    skip = max(skipping, key=lambda skipped: skipped.expected).skip if skipping else None
+    named = spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec
+    grower = load_drafter(named, target) if isinstance(named, Spec) else named
+    if not isinstance(grower, Proposer):
+        names = ", ".join(method.name for method in methods() if method.tunes)
+        raise ValueError(f"drafter {str(named)!r} {TREELESS.format(names=names)}")
     prompts = first_prompts(target, asked)
     if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
@@ -255,31 +259,19 @@ def as_text(paths: Iterable[Path]) -> str:
 def best_sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
     """The best static tree of each budget."""
     best: dict[int, Size] = {}
-    for size in every_size(rates, costs):
-        if size.nodes not in best or size.estimate > best[size.nodes].estimate:
-            best[size.nodes] = size
+    for size in sorted(every_size(rates, costs), key=lambda size: -size.estimate):
+        best.setdefault(size.nodes, size)
     return [best[nodes] for nodes in sorted(best)]
 
 
 def _rising(seconds: dict[int, float]) -> dict[int, float]:
-    """Costs that do not fall as rows are added: falling ones are noise, and become their mean (pool adjacent
-    violators)."""
+    """Costs that do not fall as rows are added: falling ones are noise, and become their mean."""
     pools: list[list[float]] = []
     for value in seconds.values():
         pools.append([value])
         while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
+            pools[-2:] = [pools[-2] + pools[-1]]
     return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
-
-
-def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
-    """A drafter whose trees can be chosen. Raises ValueError for any other."""
-    grower = load_drafter(drafter, target) if isinstance(drafter, Spec) else drafter
-    if not isinstance(grower, Proposer):
-        names = ", ".join(method.name for method in named() if method.tunes)
-        raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
-    return grower
 
 
 def _store(target: Target, spec: Spec, recorded: RecordedTarget, tuned: Tuned, costs: Costs) -> None:
@@ -320,10 +312,9 @@ class _Tuning:
             static = [_without_gaps(tree) for _, tree in pairs if TreeSpec.parse(tree).paths]
             pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
         candidates = [self._candidate(proposal, tree) for proposal, tree in pairs]
-        gammas: list[Candidate] = []
-        if isinstance(drafter, DraftModel):
-            chains = range(2, self.costs.depth + 1)
-            gammas = [self._candidate("top-k", f"chain-{gamma}") for gamma in chains]
+        lengths = range(2, self.costs.depth + 1) if isinstance(drafter, DraftModel) else ()
+        gammas = [self._candidate("top-k", f"chain-{gamma}") for gamma in lengths]
+        if gammas:
             candidates.append(max(gammas, key=lambda chain: chain.estimate))
         if not candidates:
             raise ValueError(
@@ -331,8 +322,8 @@ class _Tuning:
             )
         self.progress(f"{at}: a race of {len(candidates)}")
         plain, raced = self._race(candidates)
-        exact = [each for each in raced if each.proposal != "sampled"]
-        rungs = {each.nodes.bit_length(): each.tree for each in reversed(exact)}  # the best of each octave
+        exact = [row for row in raced if row.proposal != "sampled"]
+        rungs = {row.nodes.bit_length(): row.tree for row in reversed(exact)}  # the best of each octave
         return Tuned(
             temperature=self.temperature,
             plain=plain,
@@ -355,18 +346,17 @@ class _Tuning:
 
     def _race(self, candidates: list[Candidate]) -> tuple[Timing, list[Raced]]:
         """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
-        trees = [(proposing(self.drafter, each.proposal, each.tree), None) for each in candidates]
+        trees = [(proposing(self.drafter, one.proposal, one.tree), None) for one in candidates]
         timed = Rounds(self.target, [(Vanilla(), None), *trees], self.costs.prompts, self.temperature)
-        running = list(range(len(trees)))
+        running, rounds = list(range(len(trees))), 0
         ranking: list[Raced] = []
-        lap = 0
         while running:
-            lap += 1
+            rounds += ROUNDS
             plain, *spent = timed.run(ROUNDS, [0, *(1 + i for i in running)])
             times = {}
             for i in running:  # against plain rounds of the same minutes
                 timing = self._timing(candidates[i].tau, spent[i], plain)
-                times[i] = Raced(**candidates[i].stored(), rounds=lap * ROUNDS, **timing.stored())
+                times[i] = Raced(**candidates[i].stored(), rounds=rounds, **timing.stored())
             running.sort(key=lambda i: -times[i].speedup)
             left = (len(running) + 1) // 2 if len(running) > 2 else 0
             ranking = [times[i] for i in running[left:]] + ranking
@@ -381,11 +371,11 @@ class _Tuning:
 
 def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
     """Proposals and trees: a static and a dynamic one of the best size of each octave of nodes."""
-    sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
-    sizes.sort(key=lambda each: each[1].estimate)
+    sizes = [(proposed.proposal, size) for proposed in proposals for size in proposed.budgets]
+    sizes.sort(key=lambda pair: pair[1].estimate)
     octaves = {size.nodes.bit_length(): (proposal, size) for proposal, size in sizes}
     pairs = []
-    for proposal, size in sorted(octaves.values(), key=lambda each: -each[1].estimate)[:SIZES]:
+    for proposal, size in sorted(octaves.values(), key=lambda pair: -pair[1].estimate)[:SIZES]:
         pairs.append((proposal, size.tree))
         if size.depth > 1:  # the dynamic tree of depth 1 is the same
             pairs.append((proposal, f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"))
@@ -424,15 +414,8 @@ def skippable(
     """What skipping each number of a target's own blocks promises, to draft for itself.
 
     Blocks that change their input least are skipped first (Men et al. 2024, "ShortGPT": the cosine of a
-    block's input and output). Each number of blocks is judged by its agreement with the target along the
-    target's answers, and by the measured cost of a pass.
-
-    Args:
-        prompts: some of the kind that will be asked.
-        new: tokens of each answer.
-
-    Raises:
-        ValueError: the target has fewer than three blocks.
+    block's input and output). Each number of blocks is judged by its agreement with the target along answers
+    of `new` tokens, and by the measured cost of a pass. Raises ValueError for fewer than three blocks.
     """
     L = target.sizes.blocks
     if L < 3:

@@ -22,9 +22,9 @@ from slipstream.measure.tune import Costs
 from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 
-OF_HEADS = [check for check in CHECKS if check.examine.__module__ == head_checks.__name__]
+OF_HEADS = [fault for fault, check in CHECKS.items() if check.__module__ == head_checks.__name__]
 TREES = (machine_checks.shallow, machine_checks.oversized, machine_checks.crowded)
-OF_TREES = [check for check in CHECKS if check.examine in TREES]
+OF_TREES = [fault for fault, check in CHECKS.items() if check in TREES]
 ASKED = load_questions(limit=6)
 CHATML = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 BARE = f"{{% for m in messages %}}{CHATML}{{% endfor %}}<|im_start|>assistant\n"  # without a system prompt
@@ -50,8 +50,8 @@ def test_a_target_without_a_tokenizer_is_refused():
         doctor(bare, "ngram", ASKED)
 
 
-def found(diagnosis: Diagnosis, checks) -> list[str]:
-    return [each.fault for check in checks if (each := Finding.of(check, diagnosis)).verdict == "found"]
+def found(diagnosis: Diagnosis, faults) -> list[str]:
+    return [fault for fault in faults if Finding.of(fault, diagnosis).verdict == "found"]
 
 
 def planted(target, tmp_path, config=None, tensors=None) -> Spec:
@@ -130,7 +130,7 @@ def test_a_fault_of_a_head_is_named_and_no_other(target, recorded, tmp_path, pla
 def test_states_without_the_final_norm_are_named(target, recorded):
     bare = recorded.with_states("final", unnormed(recorded, target))
     diagnosis = examined(target, bare)
-    (fault,) = [Finding.of(check, diagnosis) for check in OF_HEADS if check.examine is head_checks.norm]
+    (fault,) = [Finding.of(each, diagnosis) for each in OF_HEADS if CHECKS[each] is head_checks.norm]
     assert fault.verdict == "found"
     assert "final norm applied" in fault.remedy
     assert found(diagnosis, OF_HEADS) == ["final norm missing"]
@@ -141,14 +141,14 @@ def test_states_without_the_final_norm_are_named(target, recorded):
 )
 def test_a_fault_of_the_framing_is_named(target, recorded, monkeypatch, template, fault):
     monkeypatch.setattr(target.text.tokenizer, "chat_template", template)
-    framed = [check for check in OF_HEADS if check.examine in (head_checks.template, head_checks.system)]
+    framed = [each for each in OF_HEADS if CHECKS[each] in (head_checks.template, head_checks.system)]
     assert found(examined(target, recorded), framed) == [fault]
 
 
 def test_heat_and_length_are_named(target, recorded, monkeypatch):
     """The head that ships was trained on greedy answers in texts of 384 tokens. It bears longer ones, so what
     it reads behind 384 tokens is made worthless: each state stands where another one stood."""
-    used = [check for check in OF_HEADS if check.examine in (head_checks.context, head_checks.temperature)]
+    used = [each for each in OF_HEADS if CHECKS[each] in (head_checks.context, head_checks.temperature)]
     hot = examined(target, recorded, temperature=1.0)
     assert found(hot, used) == ["temperature above training"]
     long = examined(target, recorded, context=1200)
@@ -240,7 +240,7 @@ def machine(monkeypatch):
 
 def judged(diagnosis: Diagnosis) -> list[str]:
     of = (machine_checks.uncompiled, machine_checks.precision, machine_checks.threads)
-    return found(diagnosis, [check for check in CHECKS if check.examine in of])
+    return found(diagnosis, [fault for fault, check in CHECKS.items() if check in of])
 
 
 def test_a_machine_that_is_used_well_has_no_fault(machine):

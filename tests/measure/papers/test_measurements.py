@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.measure.papers import ENTRIES
-from slipstream.measure.papers.entry import Claim, Figure
+from slipstream.measure.papers.entry import ENTRIES, Claim, Figure
 from slipstream.measure.papers.measurements import ABSENT, FAILS, HOLDS, OPEN, Cell, Measurements
 from slipstream.measure.papers.reproduce_report import ReproduceReport
 
@@ -21,7 +20,7 @@ def cell(drafter, *rows, asked="a", how="prediction", columns=COLUMNS, batch=1):
 
 
 def measurements(*cells, categories=None):
-    return Measurements({each.place: each for each in cells}, categories or {"a": {}, "b": {}})
+    return Measurements({each.key: each for each in cells}, categories or {"a": {}, "b": {}})
 
 
 def test_figures_are_ratios_of_sums():
@@ -120,7 +119,7 @@ def test_verdicts_of_the_stored_tables_follow_from_their_cells():
     """Verdicts on docs/tables.md that another rule, or a page's hand, had made."""
     report = ReproduceReport.read(TABLES)
     categories = {name: asked.categories for name, asked in report.settings.sets.items()}
-    stored, followed = Measurements({each.place: each for each in report.cells}, categories), 0
+    stored, followed = Measurements({each.key: each for each in report.cells}, categories), 0
     for table in report.tables:
         claims = {claim.text: claim for claim in ENTRIES[table.name].claims}
         for relation in table.relations:

@@ -9,7 +9,8 @@ import tiny
 from slipstream.engine.replay import predict, record
 from slipstream.files import evenly
 from slipstream.measure.datasets import SHIPPED, Question, load_questions
-from slipstream.measure.papers import ARMS, ENTRIES, reproduce as module
+from slipstream.measure.papers import reproduce as module
+from slipstream.measure.papers.entry import ARMS, ENTRIES
 from slipstream.measure.papers.measurements import KINDS
 from slipstream.measure.papers.reproduce import OWN, listed, reproduce
 from slipstream.measure.papers.reproduce_report import ReproduceReport

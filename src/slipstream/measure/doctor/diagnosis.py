@@ -23,7 +23,7 @@ from slipstream.files import read_json
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.datasets import Question
 from slipstream.measure.doctor.head_fit import Change, Fit, changes, fit, shifted
-from slipstream.measure.doctor.template_check import Framing, framing
+from slipstream.measure.doctor.template_check import framing
 from slipstream.measure.runner import first_prompts
 from slipstream.measure.tune import Costs, acceptance, proposing
 from slipstream.spec import Spec
@@ -43,39 +43,27 @@ class Unmeasured(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a check measured.
+    """What a check measured."""
 
-    Attributes:
-        found: whether it is a fault.
-        measured, normal: for the table.
-        cause, remedy: in words, if it is one.
-        figures: what was measured, as numbers.
-    """
-
-    found: bool
-    measured: str
+    found: bool  # whether it is a fault
+    measured: str  # for the table
     normal: str
-    cause: str
+    cause: str  # in words, if it is one
     remedy: str
-    figures: Mapping[str, float | int]
+    figures: Mapping[str, float | int]  # what was measured, as numbers
 
 
 @dataclass
 class Diagnosis:
-    """A target, a drafter by name, how they are used, and what was measured of them.
-
-    Attributes:
-        context: tokens of the texts in use; None: as many as the questions have.
-        new: tokens of each answer that is looked at.
-    """
+    """A target, a drafter by name, how they are used, and what was measured of them."""
 
     target: HFTarget
     spec: Spec
     questions: Sequence[Question]
     temperature: float = 0.0
     batch: int = 1
-    context: int | None = None
-    new: int = 32
+    context: int | None = None  # tokens of the texts in use; None: as many as the questions have
+    new: int = 32  # tokens of each answer that is looked at
     progress: Callable[[str], None] = lambda _: None
     _costs: dict[int, Costs] = field(default_factory=dict)
     _small: dict[tuple[torch.dtype, bool], HFTarget] = field(default_factory=dict)
@@ -89,11 +77,6 @@ class Diagnosis:
         """What grows the trees: the drafter, or the head in it."""
         return _proposer(self.drafter)
 
-    @property
-    def chooses(self) -> bool:
-        """Whether the drafter takes another tree in every round."""
-        return bool(self.drafter.candidate_trees)
-
     @cached_property
     def config(self) -> Any:
         """The head's config.json; empty where it has none."""
@@ -103,14 +86,6 @@ class Diagnosis:
     @property
     def training(self) -> Any:
         return self.config.get("training", {})
-
-    @property
-    def promised(self) -> list[float]:
-        """Acceptance by depth, as training measured it. Raises Unmeasured where it did not."""
-        promised: list[float] = self.training.get("predicted", {}).get("acceptance", [])
-        if not promised:
-            raise Unmeasured("its config.json holds no acceptance of its training")
-        return promised
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -122,7 +97,7 @@ class Diagnosis:
         return [question.turns[0].strip() for question in self.questions[:FRAMED]]
 
     @cached_property
-    def framing(self) -> Framing:
+    def framing(self) -> tuple[float | None, dict[str, float]]:
         return framing(self.target, self.framed)
 
     def long_prompts(self, tokens: int, count: int) -> list[list[int]]:
@@ -137,13 +112,12 @@ class Diagnosis:
         return prompts
 
     def record(self, prompts: Sequence[Sequence[int]], temperature: float = 0.0) -> RecordedTarget:
-        """The target's answers, with the states that the head reads and those one block up and down. Heads
-        of the record are not compiled."""
+        """The target's answers, with the states that the head reads and those one block up and down."""
         self.progress(f"T = {temperature:g}: the target answers")
         taps = [self.proposer.taps, *shifted(self.proposer.taps, self.target.sizes.blocks)]
         distinct = tuple(dict.fromkeys(chain(*taps)))
         recorded = record(self.target, prompts, self.new, distinct, 8, temperature)
-        recorded.compiles = False
+        recorded.compiles = False  # so that no head of it is compiled
         return recorded
 
     @cached_property
@@ -171,8 +145,7 @@ class Diagnosis:
 
     @property
     def cure(self) -> Change | None:
-        """The change that gains most, if it gains for sure, and first guesses are right more often with
-        it."""
+        """The change that gains most, if it gains for sure, and sets first guesses right."""
         best = max(self.changes, key=lambda change: change.gain.nats, default=None)
         helps = best is not None and best.gain.sure and best.fit.hits > self.fit.hits + RIGHT
         return best if helps else None
@@ -198,27 +171,24 @@ class Diagnosis:
         """What passes and draft steps of so many texts cost here."""
         if batch not in self._costs:
             self.progress(f"what a pass over rows of {batch} texts costs")
+            use = self.prompts, self.new, batch, self.context
             rows = sorted({*ROWS, self.proposer.rows})
-            self._costs[batch] = Costs(
-                self.target, self.proposer, self.prompts, self.new, batch, self.context, rows
-            )
+            self._costs[batch] = Costs(self.target, self.proposer, *use, rows)
         return self._costs[batch]
 
     def small_pass(self, dtype: torch.dtype | None = None, compile: bool | None = None) -> float:
         """Seconds of a pass of a model of this target's kind with a few random blocks."""
         dtype, compile = dtype or self.target.dtype, self.target.compiles if compile is None else compile
         if (dtype, compile) not in self._small:
-            self._small[dtype, compile] = self._small_model(dtype, compile)
+            config: Any = deepcopy(self.target.plain.config.get_text_config(decoder=True))
+            config.num_hidden_layers, config.vocab_size = min(BLOCKS, config.num_hidden_layers), VOCAB
+            config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:BLOCKS]
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(self.target.device).eval()
+            small = HFTarget(model, None, "a few blocks", compile, quantize=self.target.quantize)
+            self._small[dtype, compile] = small
         return pass_seconds(self._small[dtype, compile], (1,), repeats=REPEATS)[1]
-
-    def _small_model(self, dtype: torch.dtype, compile: bool) -> HFTarget:
-        config: Any = deepcopy(self.target.plain.config.get_text_config(decoder=True))
-        config.num_hidden_layers, config.vocab_size = min(BLOCKS, config.num_hidden_layers), VOCAB
-        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:BLOCKS]
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(self.target.device).eval()
-        return HFTarget(model, None, "a few blocks", compile, quantize=self.target.quantize)
 
 
 def _proposer(drafter: Drafter) -> Proposer:

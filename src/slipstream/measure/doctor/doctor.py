@@ -4,7 +4,7 @@ A check measures something that only its fault spoils, and wherever it can it me
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rich.console import Group
 from rich.text import Text
@@ -23,37 +23,28 @@ from slipstream.targets.load import AnyTarget, loaded
 QUESTIONS = 8
 VERDICTS = {"found": ("FOUND", "bold red"), "ok": ("ok", "green"), "not measured": ("–", "dim")}
 STEPS = 40  # of a progress bar, about: checks, and changes that are tried
-
-
-class Check(NamedTuple):
-    """A fault, and what tells whether it is there."""
-
-    fault: str
-    examine: Callable[[Diagnosis], Outcome]
-
-
-CHECKS = (
-    Check("wrong chat template", head_checks.template),
-    Check("missing system prompt", head_checks.system),
-    Check("tap shifted by one block", head_checks.tap),
-    Check("final norm missing", head_checks.norm),
-    Check("another target's drafter", head_checks.renamed),
-    Check("draft vocabulary of other texts", head_checks.vocabulary),
-    Check("rope base wrong", head_checks.rope),
-    Check("loss mask off by one", head_checks.mask),
-    Check("context past training length", head_checks.context),
-    Check("temperature above training", head_checks.temperature),
-    Check("depth too small", machine_checks.shallow),
-    Check("tree too large", machine_checks.oversized),
-    Check("batch past break-even", machine_checks.crowded),
-    Check("uncompiled", machine_checks.uncompiled),
-    Check("precision too wide", machine_checks.precision),
-    Check("threads", machine_checks.threads),
-)
+CHECKS: dict[str, Callable[[Diagnosis], Outcome]] = {  # by the fault that each finds
+    "wrong chat template": head_checks.template,
+    "missing system prompt": head_checks.system,
+    "tap shifted by one block": head_checks.tap,
+    "final norm missing": head_checks.norm,
+    "another target's drafter": head_checks.renamed,
+    "draft vocabulary of other texts": head_checks.vocabulary,
+    "rope base wrong": head_checks.rope,
+    "loss mask off by one": head_checks.mask,
+    "context past training length": head_checks.context,
+    "temperature above training": head_checks.temperature,
+    "depth too small": machine_checks.shallow,
+    "tree too large": machine_checks.oversized,
+    "batch past break-even": machine_checks.crowded,
+    "uncompiled": machine_checks.uncompiled,
+    "precision too wide": machine_checks.precision,
+    "threads": machine_checks.threads,
+}
 
 
 class Finding(Part):
-    """What a check found. A check that does not apply says why in `measured`."""
+    """What the check of a fault found. One that does not apply says why in `measured`."""
 
     fault: str
     verdict: Literal["ok", "found", "not measured"]
@@ -64,21 +55,17 @@ class Finding(Part):
     figures: dict[str, float] = {}
 
     @classmethod
-    def of(cls, check: Check, diagnosis: Diagnosis) -> "Finding":
-        """Run a check."""
+    def of(cls, fault: str, diagnosis: Diagnosis) -> "Finding":
+        """Run the check of a fault."""
         try:
-            outcome = check.examine(diagnosis)
+            outcome = CHECKS[fault](diagnosis)
         except Unmeasured as error:
-            return cls(fault=check.fault, verdict="not measured", measured=str(error))
-        return cls(
-            fault=check.fault,
-            verdict="found" if outcome.found else "ok",
-            measured=outcome.measured,
-            normal=outcome.normal,
-            cause=outcome.cause if outcome.found else "",
-            remedy=outcome.remedy if outcome.found else "",
-            figures={name: round(float(value), 5) for name, value in outcome.figures.items()},
-        )
+            return cls(fault=fault, verdict="not measured", measured=str(error))
+        fields = outcome._asdict()
+        fields["figures"] = {name: round(float(value), 5) for name, value in outcome.figures.items()}
+        if fields.pop("found"):
+            return cls(fault=fault, verdict="found", **fields)
+        return cls(fault=fault, verdict="ok", **fields | {"cause": "", "remedy": ""})
 
 
 class DoctorReport(Report):
@@ -155,14 +142,13 @@ def doctor(
     first_prompts(target, chosen, max_new_tokens)
     if context is not None and context + max_new_tokens >= target.window:
         raise ValueError(f"context is {context:,}; with an answer it must fit {target.window:,} tokens")
-    diagnosis = Diagnosis(
-        target, Spec.parse(drafter), chosen, temperature, batch, context, max_new_tokens, progress
-    )
+    use = temperature, batch, context, max_new_tokens
+    diagnosis = Diagnosis(target, Spec.parse(drafter), chosen, *use, progress)
     diagnosis.drafter  # noqa: B018  an unknown one is refused before anything is measured
     findings = []
-    for check in CHECKS:
-        progress(check.fault)
-        findings.append(Finding.of(check, diagnosis))
+    for fault in CHECKS:
+        progress(fault)
+        findings.append(Finding.of(fault, diagnosis))
     return DoctorReport(
         **heading(target),
         drafter=str(diagnosis.spec),

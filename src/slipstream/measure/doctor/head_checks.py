@@ -72,9 +72,8 @@ def tap(diagnosis: Diagnosis) -> Outcome:
 
 def norm(diagnosis: Diagnosis) -> Outcome:
     """Whether the head fits better on the other side of the final norm, or with it."""
-    return _undone(
-        diagnosis, "norm", "the head reads or says states on the other side of the target's final norm"
-    )
+    cause = "the head reads or says states on the other side of the target's final norm"
+    return _undone(diagnosis, "norm", cause)
 
 
 def rope(diagnosis: Diagnosis) -> Outcome:
@@ -116,9 +115,11 @@ def _undone(diagnosis: Diagnosis, fault: str, cause: str) -> Outcome:
 
 def renamed(diagnosis: Diagnosis) -> Outcome:
     """What is accepted, against what training measured, among tokens that the head can say."""
-    trained = diagnosis.promised[0]
-    tree = diagnosis.training["predicted"]["tree"]
-    prediction = predict(proposing(diagnosis.head, "top-k", tree), diagnosis.recorded)
+    promised = diagnosis.training.get("predicted", {})
+    if not promised.get("acceptance"):
+        raise Unmeasured("its config.json holds no acceptance of its training")
+    trained = promised["acceptance"][0]
+    prediction = predict(proposing(diagnosis.head, "top-k", promised["tree"]), diagnosis.recorded)
     now = prediction.acceptance[0] / max(diagnosis.coverage, 1e-9)
     explained = diagnosis.cure is not None or _shift(diagnosis)[0].sure
     return Outcome(
@@ -175,16 +176,15 @@ def temperature(diagnosis: Diagnosis) -> Outcome:
 
 
 def context(diagnosis: Diagnosis) -> Outcome:
-    """The same guesses in texts longer than those of training, with all of the text read and with its end
-    alone. Shares right in long and in short texts differ by what is said there, too, and decide nothing."""
+    """Guesses in texts longer than those of training, with all of the text read and with its end alone.
+    Shares right in long and in short texts differ by what is said there, too, and decide nothing."""
     trained = diagnosis.training.get("recipe", {}).get("data", {}).get("max_length")
     if trained is None:
         raise Unmeasured("the length of its training texts is not known")
     tokens = diagnosis.context or int(diagnosis.recorded.lengths.median())
     if tokens <= trained:
-        return Outcome(
-            False, f"{tokens} tokens", f"up to {trained}, as in training", "", "", {"tokens": tokens}
-        )
+        normal = f"up to {trained}, as in training"
+        return Outcome(False, f"{tokens} tokens", normal, "", "", {"tokens": tokens})
     recorded = diagnosis.record(diagnosis.long_prompts(tokens, LONG_TEXTS))
     whole = fit(diagnosis.head, recorded)
     end = fit(diagnosis.head, recorded.without(int(recorded.prompts.min()) - trained // 2))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import product
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -34,23 +35,17 @@ ONE = TreeSpec.parse("chain-1")
 
 @dataclass(frozen=True)
 class Fit:
-    """First guesses from every token of recorded answers.
+    """First guesses from every token of recorded answers: log probabilities, NaN outside the draft vocabulary
+    or past the text's end."""
 
-    Attributes:
-        before, right, after: log probability of the token that is there already, of the next, which a draft
-            should say, and of the one behind it. NaN: outside the draft vocabulary or past the text's end.
-        likeliest: whether the first guess is the next token.
-    """
-
-    before: Float[Tensor, " n"]
-    right: Float[Tensor, " n"]
-    after: Float[Tensor, " n"]
-    likeliest: Float[Tensor, " n"]
+    before: Float[Tensor, " n"]  # of the token that is there already
+    right: Float[Tensor, " n"]  # of the next one, which a draft should say
+    after: Float[Tensor, " n"]  # of the one behind it
+    likeliest: Float[Tensor, " n"]  # whether the first guess is the next token
 
     @property
     def hits(self) -> float:
-        """The share of first guesses that are right, of tokens that the draft vocabulary holds; 0 where it
-        holds none."""
+        """The share of right guesses of the tokens that the draft vocabulary holds; 0 where it holds none."""
         known = self.likeliest[~self.right.isnan()]
         return float(known.mean()) if len(known) else 0.0
 
@@ -103,17 +98,11 @@ def fit(head: HeadDrafter, recorded: RecordedTarget) -> Fit:
 
 
 class Change(NamedTuple):
-    """Something that may undo a fault: how well the head fits with it, and what it gains.
+    """Something that may undo a fault: how well the head fits with it, and what it gains."""
 
-    Attributes:
-        fault: the check that it belongs to.
-        name: what is changed, in words.
-        remedy: how to keep it so.
-    """
-
-    fault: str
-    name: str
-    remedy: str
+    fault: str  # the check that it belongs to
+    name: str  # what is changed, in words
+    remedy: str  # how to keep it so
     fit: Fit
     gain: Gain
 
@@ -169,16 +158,15 @@ def shifted(taps: Sequence[str], blocks: int) -> list[tuple[str, ...]]:
     """The taps one block down and up: those at blocks alone, and all of them. The final state comes from the
     last block."""
 
-    def moved(tap: str, step: int) -> str:
+    def moved(tap: str, step: int, final_too: bool) -> str:
+        if not (INPUT in tap or (tap == FINAL and final_too)):
+            return tap
         block = blocks if tap == FINAL else int(tap.removeprefix(INPUT))
         block = min(max(block + step, 0), blocks)
         return FINAL if block == blocks else f"{INPUT}{block}"
 
-    every = [
-        tuple(moved(tap, step) if INPUT in tap or (tap == FINAL and final_too) else tap for tap in taps)
-        for step in (-1, 1)
-        for final_too in (False, True)
-    ]
+    ways = product((-1, 1), (False, True))
+    every = [tuple(moved(tap, *way) for tap in taps) for way in ways]
     return [other for other in dict.fromkeys(every) if other != tuple(taps) and len({*other}) == len(taps)]
 
 

@@ -10,8 +10,8 @@ import torch
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.kernels.weight_packing import HAS_BF16
 from slipstream.measure.doctor.diagnosis import Diagnosis, Outcome, Unmeasured
-from slipstream.measure.results import Size
 from slipstream.measure.tune import every_size
+from slipstream.measure.tune_report import Size
 from slipstream.provenance import suggested
 
 PAYS = 1.15  # what would be so many times as quick is worth a word
@@ -151,7 +151,7 @@ def crowded(diagnosis: Diagnosis) -> Outcome:
 
 def _tree(diagnosis: Diagnosis) -> tuple[TreeSpec, float]:
     """The tree in use, and its estimated speed-up."""
-    if diagnosis.chooses:
+    if diagnosis.drafter.candidate_trees:
         raise Unmeasured("this drafter chooses a tree in every round")
     if (outcome := crowded(diagnosis)).found:
         raise Unmeasured("drafting does not pay for so many texts")
@@ -176,7 +176,7 @@ def _with_tree(diagnosis: Diagnosis, size: Size) -> str:
 def _speedup(diagnosis: Diagnosis, batch: int) -> float:
     """Of the tree in use, or of the best one where the drafter chooses."""
     costs = diagnosis.costs(batch)
-    if diagnosis.chooses:
+    if diagnosis.drafter.candidate_trees:
         return max((size.estimate for size in every_size(diagnosis.rates, costs)), default=1.0)
     spec = diagnosis.proposer.tree_spec
     return costs.speedup(diagnosis.predicted.tau, spec.nodes, spec.depth)

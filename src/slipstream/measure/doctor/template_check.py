@@ -6,7 +6,6 @@ of another template surprise it.
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 
@@ -30,16 +29,9 @@ TEMPLATES = {
 SYSTEM = "You are a helpful AI assistant."
 
 
-class Framing(NamedTuple):
+def framing(target: Target, questions: Sequence[str]) -> tuple[float | None, dict[str, float]]:
     """Nats a token of the marks behind the questions: as the target frames them (None: not at all), and by
     the public templates."""
-
-    own: float | None
-    public: dict[str, float]
-
-
-def framing(target: Target, questions: Sequence[str]) -> Framing:
-    """How the target takes the marks behind the questions."""
     assert target.text is not None
     public = {
         name: mean(_surprise(target, before + question, after) for question in questions)
@@ -50,7 +42,7 @@ def framing(target: Target, questions: Sequence[str]) -> Framing:
         before, after = _around(target, [{"role": "user", "content": question}], question)
         if after:
             own.append(_surprise(target, before + question, after))
-    return Framing(mean(own) if own else None, public)
+    return (mean(own) if own else None), public
 
 
 def system_surprise(target: Target, question: str) -> tuple[float, float] | None:

@@ -1,30 +1,37 @@
-"""What a table or a figure of a paper compares, as figures that are measured here."""
+"""The papers' tables and figures: which figures are measured here, and which relations they show.
 
-from collections.abc import Sequence
+`entries.yaml` holds them. A table's part measures `kinds` of figures for each of its `sets` of questions, or
+of `batches` of texts at once, a column each; each of its `rows` is a drafter and the paper's figures. A claim
+compares two drafters in the same kind of figure, or two figures that say in what they differ. The `sets` of
+an entry are those of its figures that name no others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
+from difflib import get_close_matches
+from importlib.resources import files
+from itertools import product, zip_longest
+from typing import Any
+
+import yaml
 
 BASELINES = VANILLA, HF = "vanilla", "hf_generate"
-MEDUSA, SMALL = "medusa:tree=best-first-3x16", "draft-model:tree=chain-5"  # beside several papers' heads
+DATA = {
+    "answers": "--data answers.jsonl.gz",
+    "equal": "--recipe recipes/equal_data.yaml --data answers.jsonl.gz",
+    "ready-made": "--recipe recipes/equal_data.yaml --data ready_made_answers.jsonl",
+}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is measured: one kind of figure of a drafter.
+    """What is measured: one kind of figure of a drafter."""
 
-    Attributes:
-        drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
-        sets: of questions, whose figures are averaged.
-        kind: a name in `KINDS` of measurements.py.
-        batch: questions that are answered at once.
-    """
-
-    drafter: str
-    sets: tuple[str, ...]
-    kind: str = "τ"
+    drafter: str  # as `load_drafter` takes it; its name may stand for a directory that the user names
+    sets: tuple[str, ...]  # of questions, whose figures are averaged
+    kind: str = "τ"  # a name in `KINDS` of measurements.py
     temperature: float = 0.0
-    batch: int = 1
+    batch: int = 1  # questions that are answered at once
 
     @property
     def head(self) -> str:
@@ -44,45 +51,25 @@ class Line:
 
 @dataclass(frozen=True)
 class Claim:
-    """A relation that the paper's figures show: the left figure exceeds the right one.
-
-    Attributes:
-        within: the figures differ by no more than that, instead.
-        times: the left figure is so many times the right one, or more.
-    """
+    """A relation that the paper's figures show: the left figure exceeds the right one."""
 
     text: str
     left: Figure
     right: Figure
-    within: float | None = None
-    times: float = 1.0
+    within: float | None = None  # the figures differ by no more than that, instead
+    times: float = 1.0  # the left figure is so many times the right one, or more
 
 
+@dataclass(frozen=True)
 class Entry:
-    """A table or a figure of a paper.
+    """A table or a figure of a paper."""
 
-    Args:
-        shows: what it is about.
-        parts: lines, which are measured, and claims, which must follow.
-        model: whose figures are quoted from the paper.
-        note: what differs here from the paper.
-        experts: whether it is of a mixture of experts, and is left empty for another target.
-    """
-
-    def __init__(
-        self,
-        shows: str,
-        *parts: Line | Claim,
-        model: str = "Vicuna 7B",
-        note: str = "",
-        experts: bool = False,
-    ) -> None:
-        self.shows, self.model, self.note, self.experts = shows, model, note, experts
-        self.lines = [part for part in parts if isinstance(part, Line)]
-        self.claims = [part for part in parts if isinstance(part, Claim)]
-
-    def without_parts(self) -> "Entry":
-        return Entry(self.shows, model=self.model, note=self.note, experts=self.experts)
+    shows: str  # what it is about
+    lines: Sequence[Line]
+    claims: Sequence[Claim]  # what must follow
+    model: str  # whose figures are quoted from the paper
+    note: str  # what differs here from the paper
+    experts: bool  # whether it is of a mixture of experts, and is left empty for another target
 
     @property
     def figures(self) -> list[Figure]:
@@ -91,61 +78,69 @@ class Entry:
         return list(dict.fromkeys([*(line.figure for line in self.lines), *compared]))
 
 
-def figure(kind: str, drafter: str, *sets: str, T: float = 0.0, batch: int = 1) -> Figure:
-    """A figure, by default on MT-bench. At T > 0 a drafter draws its children, as Algorithm 1 verifies them
-    (EAGLE, appendix A.2), unless it names another proposal."""
-    if T and drafter not in BASELINES and "proposal=" not in drafter:
-        drafter += ",proposal=sampled"
-    return Figure(drafter, sets or ("mt_bench",), kind, T, batch)
+def known_name(name: str) -> str:
+    """The same name. Raises ValueError, with the nearest name, where no entry has it."""
+    if name in ENTRIES:
+        return name
+    nearest = get_close_matches(name.lower().replace("_", "-").replace(" ", "-"), ENTRIES, 1, 0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"Unknown table or figure: {name!r}.{hint} `slipstream reproduce --list` shows all")
 
 
-tau, speed = partial(figure, "τ"), partial(figure, "× plain")
+def _figure(of: str, kind: str, sets: Sequence[str], T: float = 0.0, batch: int = 1) -> Figure:
+    """At T > 0 a drafter draws its children, as Algorithm 1 verifies them (EAGLE, appendix A.2), unless it
+    names another proposal."""
+    if T and of not in BASELINES and "proposal=" not in of:
+        of += ",proposal=sampled"
+    return Figure(of, tuple(sets), kind, T, batch)
 
 
-def compare(
-    text: str,
-    kind: str,
-    left: str,
-    right: str,
-    *sets: str,
+def _lines(
+    rows: Mapping[str, list[Any]],
+    kinds: Sequence[str],
+    sets: Sequence[str],
+    batches: Sequence[int] = (1,),
     T: float = 0.0,
-    batch: int = 1,
-    within: float | None = None,
-    times: float = 1.0,
+    columns: Sequence[str] = (),
+) -> Iterator[Line]:
+    """A part of a table. `columns`: their names, where they are not of what is measured."""
+    measured, suffix = list(product(kinds, sets, batches)), f", T = {T:g}" if T else ""
+    if len(batches) > 1:
+        columns = [f"batch {batch}" for batch in batches]
+    elif not columns:
+        columns = [f"{name} {kind}{suffix}" if len(sets) > 1 else kind + suffix for kind, name, _ in measured]
+    for row, (drafter, *paper) in rows.items():
+        for column, (kind, name, batch), value in zip_longest(columns, measured, paper):
+            yield Line(row, column, _figure(drafter, kind, [name], T, batch), value)
+
+
+def _claim(
+    text: str, left: Any, right: Any, within: float | None = None, times: float = 1.0, **shared: Any
 ) -> Claim:
-    """A claim that compares two drafters in the same kind of figure."""
-    ours, theirs = (figure(kind, drafter, *sets, T=T, batch=batch) for drafter in (left, right))
+    sides = (shared | (side if isinstance(side, dict) else {"of": side}) for side in (left, right))
+    ours, theirs = (_figure(**side) for side in sides)
     return Claim(text, ours, theirs, within, times)
 
 
-def line(row: str, drafter: str, kind: str, paper: float | None = None, *sets: str, T: float = 0.0) -> Line:
-    """A cell in the column of its kind."""
-    return Line(row, f"{kind}, T = {T:g}" if T else kind, figure(kind, drafter, *sets, T=T), paper)
+def _entry(
+    shows: str,
+    table: Sequence[Mapping[str, Any]] = (),
+    claims: Mapping[str, Mapping[str, Any]] = {},
+    sets: Sequence[str] = ("mt_bench",),
+    model: str = "Vicuna 7B",
+    note: Sequence[str] = (),
+    experts: bool = False,
+) -> Entry:
+    lines = [line for part in table for line in _lines(**{"sets": sets, **part})]
+    relations = [_claim(text, **{"sets": sets, **sides}) for text, sides in claims.items()]
+    return Entry(shows, lines, relations, model, " ".join(note), experts)
 
 
-def by_set(
-    row: str, drafter: str, kind: str, sets: Sequence[str], paper: Sequence[float] = (), T: float = 0.0
-) -> list[Line]:
-    """A row with a column for each set."""
-    suffix = f", T = {T:g}" if T else ""
-    return [
-        Line(row, f"{name} {kind}{suffix}", figure(kind, drafter, name, T=T), value)
-        for name, value in zip_longest(sets, paper)
-    ]
+def _arm(name: str, method: str, data: str, options: str = "") -> str:
+    """How to train a head that no weights ship for."""
+    return f"train {method} {DATA[data]} --out runs/{name} {options}".strip()
 
 
-def by_batch(row: str, drafter: str, paper: dict[int, float | None]) -> tuple[Line, ...]:
-    """A row of speeds with a column for each number of texts at once."""
-    return tuple(Line(row, f"batch {n}", speed(drafter, batch=n), value) for n, value in paper.items())
-
-
-def n_alpha(
-    row: str, chain: str, paper: Sequence[float | None] = (None,) * 5, name: str = "mt_bench", T: float = 0.0
-) -> list[Line]:
-    """The n-α of a chain of five, for n = 0 … 4."""
-    return [line(row, chain, f"{n}-α", paper[n], name, T=T) for n in range(5)]
-
-
-def alike(head: str) -> str:
-    """A note for what compares heads that were trained in several ways."""
-    return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."
+_READ = yaml.safe_load((files(__package__) / "entries.yaml").read_text("utf-8"))
+ENTRIES: dict[str, Entry] = {name: _entry(**parts) for name, parts in _READ["entries"].items()}
+ARMS: dict[str, str] = {name: _arm(name, *parts) for name, parts in _READ["arms"].items()}

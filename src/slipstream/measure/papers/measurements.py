@@ -21,14 +21,13 @@ Sums = dict[str, Float[Tensor, " draws"]]  # by column of the cells
 
 
 def _reached(sums: Sums) -> list[Tensor]:
-    """By depth d: rounds that accepted d guesses or more, from d = 0."""
-    depths = sorted((name for name in sums if name.isdigit()), key=int)
-    return [sums["rounds"], *(sums[depth] for depth in depths)]
+    """By depth d, from 0: rounds that accepted d guesses or more, which are the columns behind the tokens."""
+    return [*sums.values()][1:]
 
 
 def _alpha(sums: Sums) -> Tensor:
-    reached = _reached(sums)
-    return torch.stack(reached[1:]).sum(0) / torch.stack(reached[:-1]).sum(0)
+    reached = torch.stack(_reached(sums))
+    return reached[1:].sum(0) / reached[:-1].sum(0)
 
 
 def _n_alpha(n: int, sums: Sums) -> Tensor:
@@ -90,102 +89,106 @@ KINDS = {
 HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "undecided", "not measured"
 
 
-class Place(NamedTuple):
-    """Which cell it is: a drafter on a set of questions, and how it is measured."""
+class CellKey(NamedTuple):
+    """A drafter on a set of questions, and how it is measured there."""
 
     drafter: str
     asked: str
     temperature: float
     batch: int
     how: str
+
+    @classmethod
+    def of(cls, figure: Figure, name: str) -> "CellKey":
+        """The cell that a figure needs of a set; `mt_bench/coding` is a category of `mt_bench`."""
+        how = KINDS[figure.kind].how
+        return cls(figure.drafter, name.partition("/")[0], figure.temperature, figure.batch, how)
 
 
 class Cell(Part):
-    """What was measured of one drafter along one set of questions.
-
-    Attributes:
-        asked: the set's name.
-        how: it was measured, as its kinds of figures are.
-        columns: what is counted of each question, by its name in `questions`.
-    """
+    """What was measured of one drafter along one set of questions."""
 
     drafter: str
-    asked: str
+    asked: str  # the set's name
     temperature: float
     batch: int
-    how: str
-    columns: list[str]
+    how: str  # it was measured, as its kinds of figures are
+    columns: list[str]  # what is counted of each question
     questions: dict[str, list[float]]
 
     @property
-    def place(self) -> Place:
-        return Place(self.drafter, self.asked, self.temperature, self.batch, self.how)
+    def key(self) -> CellKey:
+        return CellKey(self.drafter, self.asked, self.temperature, self.batch, self.how)
 
 
-def place(figure: Figure, name: str) -> Place:
-    """The cell that a figure needs of a set; `mt_bench/coding` is a category of `mt_bench`."""
-    name, how = name.partition("/")[0], KINDS[figure.kind].how
-    return Place(figure.drafter, name, figure.temperature, figure.batch, how)
-
-
-class Draws(NamedTuple):
-    """The figure of all questions, and behind it the figures of questions drawn anew, which are NaN where a
-    set has one question only. `freedom`: as `interval` takes it."""
-
-    figures: Float[Tensor, " draws"]
-    freedom: int
-
-    def measured(self) -> tuple[float | None, Interval | None]:
-        """The figure and its interval, rounded to four digits. None where it, or some draw, is a share of
-        nothing."""
-        value = round(float(self.figures[0]), 4) if self.figures[0].isfinite() else None
-        if not self.figures.isfinite().all():
-            return value, None
-        low, high = interval(self.figures[1:], self.freedom)
-        return value, (round(low, 4), round(high, 4))
+def _rounded(figures: Float[Tensor, " draws"], freedom: int) -> tuple[float | None, Interval | None]:
+    """The first figure and the interval of the others, to four digits. None where it, or one of them, is a
+    share of nothing."""
+    value = round(float(figures[0]), 4) if figures[0].isfinite() else None
+    if not figures.isfinite().all():
+        return value, None
+    low, high = interval(figures[1:], freedom)
+    return value, (round(low, 4), round(high, 4))
 
 
 class Measurements:
-    """Cells, and what figures and claims they make.
+    """Cells, and what figures and claims they make. `categories`: of the questions, by set and name."""
 
-    Args:
-        categories: of the questions, by set and name.
-    """
-
-    def __init__(self, cells: Mapping[Place, Cell], categories: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, cells: Mapping[CellKey, Cell], categories: Mapping[str, Mapping[str, str]]) -> None:
         self._cells, self._categories = cells, categories
 
-    def draws(self, figure: Figure, compared: Figure | None = None) -> Draws | None:
-        """A figure; None where a set was not measured. Of a set that it shares with the figure that it is
-        compared with, the questions of both count."""
-        parts, freedom = [], 0
-        for name in figure.sets:
-            other = compared if compared is not None and name in compared.sets else figure
-            groups = self._groups(figure, other, name)
-            if not groups:
-                return None
-            parts.append(KINDS[figure.kind].formula(self._sums(figure, name, groups)))
-            freedom += len(groups) - 1
-        return Draws(torch.stack(parts).mean(0), freedom)
+    def value(self, figure: Figure) -> tuple[float | None, Interval | None]:
+        """The figure and its interval over questions; None where it was not measured."""
+        draws = self._draws(figure, figure)
+        return (None, None) if draws is None else _rounded(*draws)
+
+    def verdict(self, claim: Claim) -> tuple[str, float | None, Interval | None]:
+        """Whether the claim holds, and by how much the left figure exceeds what it is compared with.
+        Intervals over questions decide."""
+        left, right = self._draws(claim.left, claim.right), self._draws(claim.right, claim.left)
+        if left is None or right is None:
+            return ABSENT, None, None
+        value, bounds = _rounded(left[0] - claim.times * right[0], min(left[1], right[1]))
+        if bounds is None:
+            return OPEN, value, None
+        low, high = bounds
+        if claim.within is None:
+            holds, fails = low > 0, high < 0
+        else:
+            holds, fails = max(-low, high) <= claim.within, max(low, -high) > claim.within
+        return (HOLDS if holds else FAILS if fails else OPEN), value, bounds
 
     def questions(self, figure: Figure) -> int:
         """The number of questions in the smallest of the figure's sets."""
         return min(len(self._rows(figure, name)) for name in figure.sets)
 
+    def _draws(self, figure: Figure, compared: Figure) -> tuple[Float[Tensor, " draws"], int] | None:
+        """The figure of all questions, behind it those of questions drawn anew, which are NaN where a set has
+        one question only, and the freedom of their `interval`; None where a set was not measured. Of a set
+        that it shares with the figure that it is compared with, the questions of both count."""
+        parts, freedom = [], 0
+        for name in figure.sets:
+            groups = self._groups(figure, compared if name in compared.sets else figure, name)
+            if not groups:
+                return None
+            parts.append(KINDS[figure.kind].formula(self._sums(figure, name, groups)))
+            freedom += len(groups) - 1
+        return torch.stack(parts).mean(0), freedom
+
     def _rows(self, figure: Figure, name: str) -> dict[str, list[float]]:
         """What was counted of each question of a set."""
-        cell, (whole, _, category) = self._cells.get(place(figure, name)), name.partition("/")
-        if cell is None or not category:
-            return {} if cell is None else cell.questions
-        categories = self._categories[whole]
-        return {question: row for question, row in cell.questions.items() if categories[question] == category}
+        cell, (whole, _, category) = self._cells.get(CellKey.of(figure, name)), name.partition("/")
+        if cell is None:
+            return {}
+        categories = self._categories[whole] if category else {}
+        return {q: row for q, row in cell.questions.items() if not category or categories[q] == category}
 
     def _groups(self, figure: Figure, other: Figure, name: str) -> list[list[str]]:
         """The questions of both figures. Those that were answered at once share their time: they are one."""
         both = self._rows(figure, name).keys() & self._rows(other, name).keys()
         wide = max(figure, other, key=lambda figure: figure.batch)
         groups: dict[int, list[str]] = {}
-        for i, question in enumerate(self._cells[place(wide, name)].questions if both else ()):
+        for i, question in enumerate(self._cells[CellKey.of(wide, name)].questions if both else ()):
             if question in both:
                 groups.setdefault(i // wide.batch, []).append(question)
         return [*groups.values()]
@@ -200,26 +203,4 @@ class Measurements:
         if n > 1:  # n − 1 of them are drawn, as `paired` explains
             drawn = counts[torch.randint(n, (SAMPLES, n - 1), generator=generator)].sum(1)
         sums = torch.cat([counts.sum(0, keepdim=True), drawn])
-        return dict(zip(self._cells[place(figure, name)].columns, sums.T, strict=True))
-
-    def value(self, figure: Figure) -> tuple[float | None, Interval | None]:
-        """The figure and its interval over questions; None where it was not measured."""
-        draws = self.draws(figure)
-        return (None, None) if draws is None else draws.measured()
-
-    def verdict(self, claim: Claim) -> tuple[str, float | None, Interval | None]:
-        """Whether the claim holds, and by how much the left figure exceeds what it is compared with.
-        Intervals over questions decide."""
-        left, right = self.draws(claim.left, claim.right), self.draws(claim.right, claim.left)
-        if left is None or right is None:
-            return ABSENT, None, None
-        difference = left.figures - claim.times * right.figures
-        value, bounds = Draws(difference, min(left.freedom, right.freedom)).measured()
-        if bounds is None:
-            return OPEN, value, None
-        low, high = bounds
-        if claim.within is None:
-            holds, fails = low > 0, high < 0
-        else:
-            holds, fails = max(-low, high) <= claim.within, max(low, -high) > claim.within
-        return (HOLDS if holds else FAILS if fails else OPEN), value, bounds
+        return dict(zip(self._cells[CellKey.of(figure, name)].columns, sums.T, strict=True))

@@ -12,7 +12,6 @@ import torch
 
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
-from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.engine.replay import decoded, predict, record
 from slipstream.files import check_counts, evenly, several
@@ -20,9 +19,8 @@ from slipstream.measure.bench import bench, steps
 from slipstream.measure.confidence import by_question
 from slipstream.measure.cost import mixtures, pass_seconds
 from slipstream.measure.datasets import SHIPPED, Asking, Question, load_questions
-from slipstream.measure.papers import ARMS, ENTRIES, known_name
-from slipstream.measure.papers.entry import BASELINES, HF, VANILLA, Entry
-from slipstream.measure.papers.measurements import CONFIDENCE, RACE, Cell, Measurements, Place, place
+from slipstream.measure.papers.entry import ARMS, BASELINES, ENTRIES, HF, VANILLA, Entry, known_name
+from slipstream.measure.papers.measurements import CONFIDENCE, RACE, Cell, CellKey, Measurements
 from slipstream.measure.papers.reproduce_report import QuestionSet, ReproduceReport, ReproduceSettings, Table
 from slipstream.measure.results import BenchReport, Counted
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks, reported
@@ -89,12 +87,21 @@ def reproduce(
     entries, questions = wanted(names, sets, heads, limit)
     target = loaded(target)
     if not mixtures(target):
-        entries |= {name: entry.without_parts() for name, entry in entries.items() if entry.experts}
+        entries |= {
+            name: replace(entry, lines=(), claims=()) for name, entry in entries.items() if entry.experts
+        }
     for home in heads.values():
         read_drafter(find_drafter(home, target), target)  # before hours of measuring the others
     settings = ReproduceSettings(
         limit=limit,
-        sets={name: _question_set(asked) for name, asked in questions.items()},
+        sets={
+            name: QuestionSet(
+                source=asked[0].file,
+                categories={question.name: question.category for question in asked},
+                fingerprint=fingerprint([question.turns for question in asked]),
+            )
+            for name, asked in questions.items()
+        },
         heads=heads,
         fingerprint=target.stamp,
         marks={},
@@ -122,7 +129,7 @@ def wanted(
     if unknown := [name for name in given if name not in OWN]:
         raise ValueError(f"Unknown set: {unknown[0]!r}. Sets: {', '.join(OWN)}")
     questions: dict[str, list[Question]] = {}
-    for name in dict.fromkeys(cell.asked for cell in _places(entries.values())):
+    for name in dict.fromkeys(cell.asked for cell in _cells(entries.values())):
         if name in given or name in SHIPPED:
             chosen = load_questions([given.get(name, name)], limit)
         else:
@@ -131,10 +138,10 @@ def wanted(
     return entries, questions
 
 
-def _places(entries: Iterable[Entry]) -> list[Place]:
-    """The cells that entries need."""
+def _cells(entries: Iterable[Entry]) -> list[CellKey]:
+    """Those that entries need."""
     figures = [figure for entry in entries for figure in entry.figures]
-    return list(dict.fromkeys(place(figure, name) for figure in figures for name in figure.sets))
+    return list(dict.fromkeys(CellKey.of(figure, name) for figure in figures for name in figure.sets))
 
 
 def listed(report: ReproduceReport | None = None) -> Figures:
@@ -143,23 +150,15 @@ def listed(report: ReproduceReport | None = None) -> Figures:
     columns = ("shows", "predictions", "timed figures", *(["stored"] if report else []))
     figures = Figures(None, "name", *columns)
     for name, entry in ENTRIES.items():
-        places = _places([entry])
-        timed = sum(cell.how == RACE for cell in places)
-        row = [name, entry.shows, str(len(places) - timed), str(timed)]
+        needed = _cells([entry])
+        timed = sum(cell.how == RACE for cell in needed)
+        row = [name, entry.shows, str(len(needed) - timed), str(timed)]
         if report:
             values = tables[name].values if name in tables else []
             known = sum(value.ours is not None for value in values)
             row.append(f"{known} of {len(values)} figures" if known else "")
         figures.add_row(*row)
     return figures
-
-
-def _question_set(questions: Sequence[Question]) -> QuestionSet:
-    return QuestionSet(
-        source=questions[0].file,
-        categories={question.name: question.category for question in questions},
-        fingerprint=fingerprint([question.turns for question in questions]),
-    )
 
 
 @dataclass
@@ -172,9 +171,10 @@ class _Reproduction:
     settings: ReproduceSettings
     new_tokens: int
     seed: int
-    cells: dict[Place, Cell] = field(default_factory=dict)
+    cells: dict[CellKey, Cell] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)  # of an earlier run
-    wanted: list[Place] = field(default_factory=list)
+    # What is to be measured together: cells of a set, temperature and batch, by whether they are raced.
+    groups: dict[tuple[str, float, int, bool], list[CellKey]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # by drafter: what to do about it
     decodes: set[str] = field(default_factory=set)  # drafters that a record cannot judge
     steps: int = 0  # calls of `progress` that are to come
@@ -192,29 +192,28 @@ class _Reproduction:
             "marks": before.marks,
         }
         check_goes_on("run", begun, now, self.settings.model_copy(update=shared))
-        self.cells, self.tables = {cell.place: cell for cell in begun.cells}, begun.tables
+        self.cells, self.tables = {cell.key: cell for cell in begun.cells}, begun.tables
         every = {"sets": sets, "heads": heads, "marks": {**before.marks}}
         self.settings = self.settings.model_copy(update=every)
 
     def plan(self, speed: bool) -> None:
         """Find what is to be measured, what is not here, and how long it will take. Raises ValueError where
         an earlier run's cells are of other drafters."""
-        places = _places(self.entries.values())
-        for drafter in dict.fromkeys(cell.drafter for cell in places):
+        needed = _cells(self.entries.values())
+        for drafter in dict.fromkeys(cell.drafter for cell in needed):
             if drafter not in BASELINES:
                 self._check(drafter)
-        self.wanted = [
-            cell
-            for cell in places
-            if cell.drafter not in self.missing and cell not in self.cells and (speed or cell.how != RACE)
-        ]
+        for cell in sorted(needed, key=lambda cell: cell.how == RACE):  # races come last
+            raced = cell.how == RACE
+            if cell.drafter not in self.missing and cell not in self.cells and (speed or not raced):
+                key = cell.asked, cell.temperature, cell.batch, raced
+                self.groups.setdefault(key, []).append(cell)
         passes = 0.0
-        for group in self._grouped():
-            questions = self.questions[group[0].asked]
-            tokens = len(questions) * self.new_tokens
-            if group[0].how == RACE:
+        for (asked, _, batch, raced), group in self.groups.items():
+            tokens = len(self.questions[asked]) * self.new_tokens
+            if raced:
                 racing = len(_drafters(group))
-                self.steps += steps(questions, racing, group[0].batch)
+                self.steps += steps(self.questions[asked], racing, batch)
                 passes += tokens * (THEIRS + OURS * (1 + racing))
             else:
                 self.steps += 1 + len(group)
@@ -243,28 +242,22 @@ class _Reproduction:
         home = self.settings.heads.get(head, head)
         return load_drafter(home + colon + options, self.target, temperature, batch)
 
-    def _grouped(self) -> list[list[Place]]:
-        """The wanted cells that are measured together: those of a set, temperature and batch, by whether they
-        are raced. Races come last."""
-        groups: dict[tuple[str, float, int, bool], list[Place]] = {}
-        for cell in sorted(self.wanted, key=lambda cell: cell.how == RACE):
-            groups.setdefault((cell.asked, cell.temperature, cell.batch, cell.how == RACE), []).append(cell)
-        return [*groups.values()]
-
     @property
     def outlook(self) -> str:
         """What will be done, for people."""
-        timed = sum(cell.how == RACE for cell in self.wanted)
+        counts = {False: 0, True: 0}
+        for (*_, raced), group in self.groups.items():
+            counts[raced] += len(group)
         minutes = f"about {self.estimate / 60:.1f} minutes"
         sizes = f"{self.settings.limit or 'all'} questions of each set, {self.new_tokens} tokens an answer"
-        return f"{minutes}: {len(self.wanted) - timed} predictions and {timed} timed figures; {sizes}"
+        return f"{minutes}: {counts[False]} predictions and {counts[True]} timed figures; {sizes}"
 
     def measure(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Measure what is wanted, step by step."""
-        for group in self._grouped():
-            yield from (self._race if group[0].how == RACE else self._predict)(group, progress)
+        for (*_, raced), group in self.groups.items():
+            yield from (self._race if raced else self._predict)(group, progress)
 
-    def _predict(self, group: Sequence[Place], progress: Callable[[str], None]) -> Iterator[None]:
+    def _predict(self, group: Sequence[CellKey], progress: Callable[[str], None]) -> Iterator[None]:
         """Hold the drafters against the target's recorded answers."""
         _, name, temperature, _, _ = group[0]
         progress(f"{name}, T = {temperature:g}: the target answers")
@@ -275,12 +268,13 @@ class _Reproduction:
         names = _names(self.questions[name], prompts, recorded)
         for cell in group:
             progress(f"{name}, T = {temperature:g}: {cell.how} of {cell.drafter}")
-            count = _judged if cell.how == CONFIDENCE else _predicted
-            columns, rows = count(drafters[cell.drafter], recorded, names)
-            self.cells[cell] = Cell(**cell._asdict(), columns=columns, questions=rows)
+            counted = by_question if cell.how == CONFIDENCE else _predicted
+            columns, rows = counted(drafters[cell.drafter], recorded)
+            some = {q: row for q, row in zip(names, rows, strict=True) if cell.how == CONFIDENCE or any(row)}
+            self.cells[cell] = Cell(**cell._asdict(), columns=columns, questions=some)
             yield
 
-    def _race(self, group: Sequence[Place], progress: Callable[[str], None]) -> Iterator[None]:
+    def _race(self, group: Sequence[CellKey], progress: Callable[[str], None]) -> Iterator[None]:
         """A race of plain decoding, Hugging Face and the drafters."""
         _, name, temperature, batch, _ = group[0]
         drafters = {drafter: self._load(drafter, temperature, batch) for drafter in _drafters(group)}
@@ -305,8 +299,8 @@ class _Reproduction:
     def report(self, stopped: str | None = None) -> ReproduceReport:
         """What was found; with its tables, unless more is to come. Those of an earlier run stand first."""
         categories = {name: questions.categories for name, questions in self.settings.sets.items()}
-        measurements, entries = Measurements(self.cells, categories), {} if stopped else self.entries
-        about = measurements, self.new_tokens, self.missing
+        entries = {} if stopped else self.entries
+        about = Measurements(self.cells, categories), self.new_tokens, self.missing
         tables = [Table.of(name, entry, *about) for name, entry in entries.items()]
         report = ReproduceReport(
             **heading(self.target),
@@ -318,10 +312,10 @@ class _Reproduction:
             cells=[*self.cells.values()],
             tables=[*(table for table in self.tables if table.name not in entries), *tables],
         )
-        return report if stopped is None else report.stopped_by(stopped)
+        return report.stopped_by(stopped)
 
 
-def _drafters(race: Sequence[Place]) -> list[str]:
+def _drafters(race: Sequence[CellKey]) -> list[str]:
     """Those of a race; the baselines always run."""
     return list(dict.fromkeys(cell.drafter for cell in race if cell.drafter not in BASELINES))
 
@@ -337,25 +331,15 @@ def _names(
     return [by_prompt[tuple(tokens[:length])].pop(0) for tokens, length in rows]
 
 
-Counts = tuple[list[str], dict[str, list[float]]]  # columns, and of each question their values
-
-
-def _judged(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str]) -> Counts:
-    """Guesses and their acceptance by confidence."""
-    assert isinstance(drafter, Proposer)
-    columns, rows = by_question(drafter, recorded)
-    return columns, dict(zip(names, rows, strict=True))
-
-
-def _predicted(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str]) -> Counts:
-    """Tokens, rounds, and rounds that accepted d guesses or more."""
+def _predicted(drafter: Drafter, recorded: RecordedTarget) -> tuple[list[str], list[list[float]]]:
+    """Of each text tokens, rounds, and rounds that accepted d guesses or more: their names and values, zeros
+    where it had no round."""
     temperature = recorded.sampling[0].temperature
     known = drafter.probes is None and not (temperature and drafter.law == "multi-round")
     prediction = (predict if known else decoded)(drafter, recorded)
     committed, depths = prediction.committed, range(1, prediction.depth + 1)
     counts = torch.stack([committed.sum(0), *((committed > depth).sum(0) for depth in (0, *depths))])
-    rows = zip(names, counts.double().T.tolist(), strict=True)
-    return ["tokens", "rounds", *map(str, depths)], {name: row for name, row in rows if row[1]}
+    return ["tokens", "rounds", *map(str, depths)], counts.double().T.tolist()
 
 
 def _timed(by_method: Mapping[str, Counted], method: str) -> list[float]:

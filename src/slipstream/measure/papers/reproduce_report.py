@@ -16,12 +16,11 @@ STYLES = {HOLDS: "green", FAILS: "bold red", OPEN: "yellow", ABSENT: "yellow"}
 
 
 class QuestionSet(Part):
-    """A set of questions: where it is from, and the categories of those that were asked, by name.
-    `fingerprint`: of their texts."""
+    """A set of questions."""
 
     source: str
-    categories: dict[str, str]
-    fingerprint: str
+    categories: dict[str, str]  # of those that were asked, by name
+    fingerprint: str  # of their texts
 
 
 class ReproduceSettings(Part):
@@ -50,13 +49,12 @@ class Value(Part):
 
 
 class Relation(Part):
-    """A relation of the paper's, and whether it holds here: "holds", "does not hold", "undecided" or "not
-    measured". `difference`: what decides, with its interval over questions."""
+    """A relation of the paper's, and whether it holds here."""
 
     claim: str
-    verdict: str
-    difference: float | None
-    interval: Interval | None
+    verdict: str  # a key of `STYLES`
+    difference: float | None  # what decides
+    interval: Interval | None  # over questions
 
     @property
     def text(self) -> str:
@@ -66,21 +64,15 @@ class Relation(Part):
 
 
 class Table(Part):
-    """A table or a figure of a paper.
-
-    Attributes:
-        model: whose figures are the paper's.
-        smoke: fewer than 20 questions a set, or 64 tokens an answer.
-        missing: heads that are not here, and how to train them.
-    """
+    """A table or a figure of a paper."""
 
     name: str
     shows: str
-    model: str
-    smoke: bool
+    model: str  # whose figures are the paper's
+    smoke: bool  # fewer than 20 questions a set, or 64 tokens an answer
     values: list[Value]
     relations: list[Relation]
-    missing: list[str]
+    missing: list[str]  # heads that are not here, and how to train them
     note: str
 
     @classmethod
@@ -88,11 +80,12 @@ class Table(Part):
         """An entry's table. `new`: tokens of each answer; `missing`: by drafter, what to do about it."""
         values, relations = [], []
         for line in entry.lines:
-            row, column, paper, (ours, interval) = line.row, line.column, line.paper, cells.value(line.figure)
+            ours, interval = cells.value(line.figure)
+            row, column, paper = line.row, line.column, line.paper
             values.append(Value(row=row, column=column, ours=ours, interval=interval, paper=paper))
         for claim in entry.claims:
-            text, (verdict, by, interval) = claim.text, cells.verdict(claim)
-            relations.append(Relation(claim=text, verdict=verdict, difference=by, interval=interval))
+            verdict, by, interval = cells.verdict(claim)
+            relations.append(Relation(claim=claim.text, verdict=verdict, difference=by, interval=interval))
         counts = [count for figure in entry.figures if (count := cells.questions(figure))]
         absent = [missing[figure.drafter] for figure in entry.figures if figure.drafter in missing]
         return cls(

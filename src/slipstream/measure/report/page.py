@@ -3,18 +3,18 @@
 This module reads and condenses; the page's own script, `page/*.js`, draws.
 """
 
-import math
 from collections.abc import Sequence
 from importlib.resources import files
 from operator import attrgetter
 from typing import Any, TypeVar
+
+from pydantic_core import from_json, to_json
 
 from slipstream.engine.trace import TracedStep, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.html import assembled
 from slipstream.measure.bootstrap import Paired
 from slipstream.measure.datasets import file_names
-from slipstream.measure.report.pictures import by_task
 from slipstream.measure.results import BenchReport, Certificate, Sweep
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
@@ -40,7 +40,8 @@ def page(paths: Sequence[str]) -> str:
     sources = files("slipstream.measure.report") / "page"
     scripts = [sources / f"{part}.js" for part in SCRIPTS]
     title = ", ".join(file_names(paths))
-    return assembled(sources / "page.html", title, [sources / "page.css"], scripts, _finite(data))
+    finite = from_json(to_json(data, inf_nan_mode="null"))  # JSON has no infinity
+    return assembled(sources / "page.html", title, [sources / "page.css"], scripts, finite)
 
 
 def _keys(text: str) -> set[str]:
@@ -59,15 +60,6 @@ def _read(path: str, text: str, kind: type[R]) -> R:
         raise ValueError(f"{path} is no run of bench, certificate or trace: {error}") from error
 
 
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _run(report: BenchReport) -> dict[str, Any]:
     """The run as it is stored, and its speed-ups by file and category where questions are known."""
     plain = next((row for row in report.results if row.drafter == "vanilla"), None)
@@ -75,7 +67,7 @@ def _run(report: BenchReport) -> dict[str, Any]:
     for row, line in zip(report.results, stored["results"], strict=True):
         tasks: dict[str, Paired] = {}
         for part in ("file", "category"):
-            tasks |= by_task(row, plain, attrgetter(part)) if plain else {}
+            tasks |= row.by_task(plain, attrgetter(part)) if plain else {}
         line["tasks"] = {name: vars(speedup) for name, speedup in tasks.items() if name}
         line["ms"] = row.milliseconds(report.batch)
     return stored
