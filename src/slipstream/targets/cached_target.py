@@ -1,7 +1,6 @@
 """Targets in the user's cache as descriptions, which start without Hugging Face's modules: to import these
 takes more than a second, and to fill them as long."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import GenerationConfig
 
 from slipstream.core.target import Sizes
 from slipstream.core.tree import chain
-from slipstream.files import read_json
 from slipstream.kernels.weight_packing import packed_weight
 from slipstream.targets import model_cache
 from slipstream.targets.decoder import Decoder, DecoderConfig, Description, Rotary
@@ -24,7 +22,7 @@ from slipstream.targets.linear import Packed, own_products, packed_copy
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantized import Quantised, QuantisedEmbedding, QuantisedLinear, linear_of
 
-TARGET, PARTS = "target.json", "parts.bin"
+TARGET = "target.pt"
 MOST = 2**26  # bytes of parts that are no tensor of the model, such as norms in float32
 FACTS = ("fingerprint", "source", "vocab", "width", "window", "windows", "scale", "cap", "_weights")
 
@@ -54,16 +52,13 @@ class CachedTarget(DecoderTarget):
         dtype: torch.dtype,
         quantize: str | None,
     ) -> None:
-        record = read_json(place / TARGET, "cache")
-        parts, own = model_cache.mapped(place / PARTS, record["places"]), dict[str, Tensor]()
+        record, own = model_cache.mapped(place / TARGET), dict[str, Tensor]()
 
-        def tensor(ref: list[str] | None) -> Any:
-            if ref is None:
-                return None
-            kind, key = ref
-            if kind == "part":
-                return parts[key]
-            if kind == "packed":
+        def tensor(stored: Any) -> Any:
+            if not isinstance(stored, tuple):
+                return stored
+            key, is_packed = stored
+            if is_packed:
                 return packed_weight(weights(key))
             if key not in own:  # a copy: the user's own files may be written again
                 own[key] = weights(key) if quantize else weights(key).clone()
@@ -90,7 +85,7 @@ class CachedTarget(DecoderTarget):
             DecoderConfig(**record["kind"]),
             list(map(tensor, record["parts"])),
             record["which"],
-            [Rotary(tensor(ref), *rest) for ref, *rest in record["rotary"]],
+            [Rotary(tensor(frequencies), *rest) for frequencies, *rest in record["rotary"]],
             record["types"],
             record["factor"],
         )
@@ -161,22 +156,19 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
     description = None if target.decoder is None else target.decoder.description
     if description is None or description.kind.chosen:
         raise ValueError("its passes run through modules")
-    places, parts = dict[Any, list[str]](), dict[str, Tensor]()
+    places = dict[Any, Any]()  # a name among the model's tensors, and whether packed; or a tensor of its own
     for name, module in target.shadow_model.named_modules():
         buffers = module._buffers if isinstance(module, Quantised) else {}  # others stand in no file
         for own, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is not None:
-                places.setdefault(_key(tensor), ["weight", f"{name}.{own}"])
+                places.setdefault(_key(tensor), (f"{name}.{own}", False))
         if type(module) is Packed:
-            places.setdefault(_key(packed_copy(module)[0]), ["packed", f"{name}.weight"])
+            places.setdefault(_key(packed_copy(module)[0]), (f"{name}.weight", True))
 
-    def ref(tensor: Tensor | None) -> list[str] | None:
-        if tensor is None:
-            return None
-        if _key(tensor) not in places:
-            places[_key(tensor)] = ["part", str(len(parts))]
-            parts[str(len(parts))] = tensor
-        return places[_key(tensor)]
+    def ref(tensor: Tensor | None) -> Any:
+        if tensor is not None and _key(tensor) not in places:
+            places[_key(tensor)] = model_cache.apart(tensor)
+        return None if tensor is None else places[_key(tensor)]
 
     def described(module: Any) -> dict[str, Any]:
         factor = getattr(module, "factor", getattr(module, "embed_scale", None))
@@ -201,11 +193,10 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
         "factor": description.factor,
         "tokenizer": tokenizer and type(tokenizer).__name__,
     }
-    if sum(part.nbytes for part in parts.values()) > MOST:
+    if sum(part.nbytes for part in places.values() if isinstance(part, Tensor)) > MOST:
         raise ValueError("its parts are no tensors of the model")
     place.mkdir()
-    record["places"] = model_cache.save(parts, place / PARTS)
-    (place / TARGET).write_text(json.dumps(record), "utf-8")
+    torch.save(record, place / TARGET)
     target.generation_config.save_pretrained(place)
     if tokenizer is not None:
         tokenizer.save_pretrained(place)

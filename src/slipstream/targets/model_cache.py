@@ -2,7 +2,6 @@
 is."""
 
 import hashlib
-import math
 import os
 import shutil
 import tempfile
@@ -16,14 +15,13 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.files import LOADED, cache_home, read_json, read_results, update_json
+from slipstream.files import LOADED, cache_home, read_results, update_json
 from slipstream.kernels.build import fingerprint
 
 Cached = TypeVar("Cached")
-DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
-FORMAT = 5  # of what is kept, and of what quantised models are rounded to
+DIGESTS, WEIGHTS = "digests.json", "quantised.pt"
+FORMAT = 6  # of what is kept, and of what quantised models are rounded to
 READER = 1  # of what gguf.py sets: what an earlier one made is not taken from the cache
-LINE = 64  # bytes
 
 
 def place_of(source: Path, *made_by: Any) -> Path:
@@ -94,27 +92,16 @@ def read_cached(place: Path, read: Callable[[Path], Cached]) -> Cached | None:
     return None
 
 
-def save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
-    """Write tensors one after the other, each at a whole cache line, which safetensors does not do. Returns
-    each one's place, precision and shape."""
-    places = dict[str, Any]()
-    with open(file, "wb") as content:
-        for name, tensor in tensors.items():
-            content.write(bytes(-content.tell() % LINE))
-            places[name] = content.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            content.write(tensor.flatten().view(torch.uint8).numpy().data)
-    return places
+def apart(tensor: Tensor) -> Tensor:
+    """A tensor that can be saved alone: a copy, where it is a part of a larger memory."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `save` wrote, in the file's own memory, which all processes share."""
-    whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
-
-    def tensor(start: int, kind: str, shape: list[int]) -> Tensor:
-        dtype: torch.dtype = getattr(torch, kind)
-        return whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-    return {name: tensor(*place) for name, place in places.items()}
+def mapped(file: Path) -> dict[str, Any]:
+    """What `torch.save` wrote, with tensors in the file's own memory, which all processes share. Each begins
+    with a cache line, which safetensors does not do."""
+    record: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
+    return record
 
 
 def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -133,20 +120,14 @@ def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
 def weights_of(source: Path, dtype: torch.dtype, quantize: str | None) -> Callable[[str], Tensor]:
     """The tensors by name of a directory's or GGUF file's model in this precision, as the cache keeps it."""
     if quantize is not None:
-        return of_quantised(place_of_quantised(source, dtype, quantize))
+        tensors = mapped(place_of_quantised(source, dtype, quantize) / WEIGHTS)["tensors"]
+        return lambda name: tensors[name]
     return of_files(source if source.is_dir() else place_of(source, dtype, READER), dtype)
 
 
 def place_of_quantised(source: Path, dtype: torch.dtype, quantize: str) -> Path:
     """The directory of a quantised model."""
     return place_of(source, dtype, quantize, FORMAT, READER, fingerprint())
-
-
-def of_quantised(place: Path) -> Callable[[str], Tensor]:
-    """The tensors of a quantised model in the cache by their names."""
-    record = read_json(place / LAYERS, "cache")
-    tensors = mapped(place / WEIGHTS, record["places"])
-    return lambda name: tensors[record["names"][name]]
 
 
 def tokenizer_of(place: Path, kind: str) -> Any:

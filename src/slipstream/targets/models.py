@@ -1,16 +1,21 @@
-"""Models from files, whole or not at all: directories, hub ids, GGUF files."""
+"""Models from files, whole or not at all: directories, hub ids, GGUF files, and in the user's cache what was
+made of them, whose packed weights a later start maps."""
 
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,18 +25,34 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.catalog import MODELS
 from slipstream.files import first_line
+from slipstream.kernels import ops
 from slipstream.targets import model_cache
 from slipstream.targets.gguf import read_gguf
-from slipstream.targets.quantized_cache import cached_quantised
-from slipstream.targets.support import check_supported
+from slipstream.targets.quantize import quantised
+from slipstream.targets.quantized import Quantised, QuantisedEmbedding, QuantisedLinear
+from slipstream.targets.support import check_supported, fingerprint_of
 
 MOST = 10_000  # layers, or experts of a layer
-Tokenizer = PreTrainedTokenizerBase
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-def read_model(
-    name: str, path: Path, gguf: Path | None, dtype: torch.dtype, quantize: str | None
-) -> tuple[PreTrainedModel, Tokenizer]:
+@dataclass(frozen=True)
+class Origin:
+    """What a quantised model was made of.
+
+    Attributes:
+        quantize: how it was rounded.
+        source: directory or hub id of the model before, or "".
+        fingerprint, weights: of the model before: its hash, and how many numbers it has.
+    """
+
+    quantize: str
+    source: str
+    fingerprint: str
+    weights: int
+
+
+def read_model(name: str, path: Path, gguf: Path | None, dtype: torch.dtype, quantize: str | None) -> Loaded:
     """A model and its tokenizer.
 
     Args:
@@ -45,10 +66,10 @@ def read_model(
     load = partial(_load, str(path) if path.exists() else name, dtype)
     if gguf is not None:
         load = partial(_load_gguf, gguf, dtype, quantize is None)
-    return load() if quantize is None else cached_quantised(gguf or path, name, dtype, quantize, load)
+    return load() if quantize is None else _quantised(gguf or path, name, dtype, quantize, load)
 
 
-def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
+def _load(source: str, dtype: torch.dtype) -> Loaded:
     try:
         _check_config(source)
         config = AutoConfig.from_pretrained(source)
@@ -117,12 +138,12 @@ def _some(names: list[str], n: int = 3) -> str:
     return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
-def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> tuple[PreTrainedModel, Tokenizer]:
+def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> Loaded:
     """Read a GGUF file, dequantised. That takes over ten seconds, so the user's cache keeps the result,
     unless another is made of it."""
     place = model_cache.place_of(file, dtype, model_cache.READER)
 
-    def read(home: Path) -> tuple[PreTrainedModel, Tokenizer]:  # not with AutoTokenizer, see `read_gguf`
+    def read(home: Path) -> Loaded:  # not with AutoTokenizer, see `read_gguf`
         model = _whole(str(home), pretrained_model_name_or_path=str(home), dtype=dtype)
         return model, PreTrainedTokenizerFast.from_pretrained(home)
 
@@ -134,3 +155,81 @@ def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> tuple[PreTrainedM
         return cached
     model, tokenizer = read_gguf(file, dtype)
     return read(place) if keeps and model_cache.write_cached(place, write) else (model, tokenizer)
+
+
+def _quantised(
+    source: Path, name: str, dtype: torch.dtype, quantize: str, load: Callable[[], Loaded]
+) -> Loaded:
+    """A model with weights of 8 or 4 bits: from the cache, or made of what `load` brings, and kept there."""
+    if not ops.load(dtype=dtype):
+        return load()  # which is refused then
+    place = model_cache.place_of_quantised(source, dtype, quantize)
+    if (cached := model_cache.read_cached(place, _read_quantised)) is not None:
+        return cached
+    model, tokenizer = load()
+    config = model.config.get_text_config(decoder=True)
+    origin = Origin(quantize, config.name_or_path or "", fingerprint_of(model), model.num_parameters())
+    copy: Any = quantised(model, quantize, name)
+    del model
+    copy.origin = origin
+    if type(copy).__module__.startswith("transformers."):
+        model_cache.write_cached(place, partial(_write_quantised, copy, tokenizer))
+    return copy, tokenizer
+
+
+def _write_quantised(model: Any, tokenizer: Any, place: Path) -> None:
+    """Raises ValueError where the model that is read again differs."""
+    model.config.save_pretrained(place)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    layers = {
+        name: (isinstance(module, QuantisedEmbedding), module.width)
+        for name, module in model.named_modules()
+        if isinstance(module, Quantised)
+    }
+    apart = {id(tensor): model_cache.apart(tensor.detach()) for _, tensor in _tensors_of(model)}  # tied once
+    tensors = {name: apart[id(tensor)] for name, tensor in _tensors_of(model)}
+    record = {"origin": asdict(model.origin), "dtype": model.dtype, "tokenizer": type(tokenizer).__name__}
+    torch.save({**record, "layers": layers, "tensors": tensors}, place / model_cache.WEIGHTS)
+    text = torch.arange(1, 5)[None] % model.config.get_text_config(decoder=True).vocab_size
+    again = _read_quantised(place)[0]
+    with torch.inference_mode():
+        logits = (one(text, use_cache=False).logits for one in (again, model.eval()))
+    if not torch.equal(*logits):
+        raise ValueError("what was read again differs")
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a model's modules hold, also what they do not save."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}", tensor
+
+
+def _read_quantised(place: Path) -> Loaded:
+    record = model_cache.mapped(place / model_cache.WEIGHTS)
+    origin, tensors = Origin(**record["origin"]), record["tensors"]
+    config = AutoConfig.from_pretrained(place)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    for path, (embeds, width) in record["layers"].items():
+        kind = QuantisedEmbedding if embeds else QuantisedLinear
+        weight, scales = tensors[f"{path}.weight"], tensors[f"{path}.scales"]
+        # Bias and factor are among the tensors.
+        model.set_submodule(path, kind(weight, scales, width, record["dtype"], None))
+    modules = dict(model.named_modules())
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        if own in modules[path]._buffers:
+            modules[path]._buffers[own] = tensor
+        else:
+            modules[path]._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+    if any(tensor.is_meta for _, tensor in _tensors_of(model)):
+        raise ValueError("some weights are missing")
+    config.name_or_path = origin.source
+    if (place / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(place)
+    model.origin = origin
+    return model.eval(), model_cache.tokenizer_of(place, record["tokenizer"])
