@@ -77,7 +77,7 @@ def _check(matcher: Any) -> None:
         raise ValueError(matcher.get_error())
 
 
-class State:
+class MatcherState:
     """Where a text stands in its grammar.
 
     Args:
@@ -92,7 +92,7 @@ class State:
     def forced(self) -> list[int]:
         """The tokens that must come next, the first of them."""
         if self.ahead is None:
-            tokens: list[int] = self.matcher.compute_ff_tokens()
+            tokens = self.matcher.compute_ff_tokens()
             _check(self.matcher)
             self.ahead = tokens[: self.matcher.validate_tokens(tokens)]
         return self.ahead[self.at : self.at + FORCED]
@@ -114,7 +114,7 @@ class State:
         write another: it composes accents, or drops what it has no tokens for."""
         return token in eos or bool(self.matcher.validate_tokens([token]))
 
-    def advance(self, token: int) -> "State | None":
+    def advance(self, token: int) -> "MatcherState | None":
         """The state with one more token; None: it may not come."""
         forced = self.forced()
         if not self.matcher.validate_tokens([token]):
@@ -125,11 +125,11 @@ class State:
         _check(matcher)
         assert self.ahead is not None
         known = forced[:1] == [token] and self.at + 1 < len(self.ahead)
-        return State(matcher, self.ahead, self.at + 1) if known else State(matcher)
+        return MatcherState(matcher, self.ahead, self.at + 1) if known else MatcherState(matcher)
 
     def walk(self, vocab: int, eos: frozenset[int]) -> None:
         """Go a little way, which shows how long answers take. Raises ValueError at a dead end."""
-        state: State | None = self
+        state: MatcherState | None = self
         for _ in range(TRIAL):
             if state is None:
                 return
@@ -154,12 +154,12 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
     """Read a grammar and answer questions about it. An answer is a fault, or None and what was asked for.
     Where `others` wait for texts of theirs, what takes long to read gives way to all else on the machine."""
     kind, text, seconds, memory, others = channel.recv()
-    read_first: list[State] = []
+    read_first: list[MatcherState] = []
 
     def first() -> None:
         _limit_memory(memory)
         try:
-            state = State(read(tokenizer, kind, text))
+            state = MatcherState(read(tokenizer, kind, text))
         except ValueError as error:
             channel.send((str(error), None))
             return

@@ -316,9 +316,9 @@ class HFTarget(DecoderTarget):
     def _masks(
         self, layout: TreeLayout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
-        if self._ours or self._described() is not None:
-            return super()._masks(layout, positions, cache, nodes, depth)
-        return dense(layout, positions, cache, self.windows, nodes, self.dtype)
+        lists = super()._masks(layout, positions, cache, nodes, depth)
+        by_lists = self._ours or self._described() is not None
+        return lists if by_lists else dense(lists, cache.view, self.dtype)
 
 
 HFTarget.register(CachedTarget)  # which becomes one when somebody asks for its modules
