@@ -1,7 +1,7 @@
 """A target whose passes one call of our kernels executes, by a description of its layers."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,6 @@ from slipstream.kernels import ops
 from slipstream.kernels.weight_packing import EIGHT
 from slipstream.machine import where
 from slipstream.targets.decoder import Decoder
-from slipstream.targets.hidden_states import index_of, side_by_side
 from slipstream.targets.linear import own_products
 from slipstream.targets.masks import Masks, Windows, key_lists
 from slipstream.targets.prompts import HFText
@@ -158,7 +157,7 @@ class DecoderTarget(Target):
                 raise ValueError(self._released)
             tokens = inputs.get("input_ids")
             embedded = inputs["inputs_embeds"] if tokens is None else self.embed(tokens)
-            blocks = {tap: index_of(tap, self.layers) for tap in taps if tap.startswith(INPUT)}
+            blocks = {tap: block_of(tap, self.layers) for tap in taps if tap.startswith(INPUT)}
             final, states = decoder(embedded, positions, mask, cache, list(blocks.values()))
             logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
             by_tap = {FINAL: final, **{tap: states[block] for tap, block in blocks.items()}}
@@ -213,6 +212,24 @@ class DecoderTarget(Target):
     ) -> Masks:
         """What the new rows read, for the attention at hand."""
         return key_lists(layout, positions, cache, self.windows, nodes, depth)
+
+
+def block_of(tap: str, blocks: int) -> int:
+    """The block that a tap names. Raises ValueError."""
+    name, _, block = tap.rpartition(" ")
+    if f"{name} " in (INPUT, CACHE) and block.isdecimal() and int(block) < blocks:
+        return int(block)
+    raise ValueError(
+        f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{blocks - 1}', '{CACHE}0' to "
+        f"'{CACHE}{blocks - 1}'"
+    )
+
+
+def side_by_side(taps: Sequence[str], states: Mapping[str, Tensor], cache: KVCache, blocks: int) -> Features:
+    """States by tap, and what a pass wrote to its cache; None without taps. Raises ValueError for a tap that
+    there is not."""
+    parts = [states[tap] if tap in states else cache.written(block_of(tap, blocks)) for tap in taps]
+    return torch.cat(parts, -1) if parts else None
 
 
 def _widened(product: Callable[..., Tensor], *args: Tensor | None) -> Tensor:

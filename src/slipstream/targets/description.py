@@ -30,7 +30,7 @@ from slipstream.targets.decoder import (
 )
 from slipstream.targets.executor_torch import Layers
 from slipstream.targets.layer_subset import between, decoder_of
-from slipstream.targets.shadow_model import LOOKS, Blocks, CompiledForward
+from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps
 
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -106,17 +106,14 @@ class ModelDecoder(Decoder):
         super().__init__(*_described(model, blocks, windows, exact))
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         own = (blocks, *between(model, blocks).values())
-        self._weights = Weights(module for each in own for module in each.modules())
+        self.weights = Weights(module for each in own for module in each.modules())
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody's hooks look into the model, but for ours, which see what a call returns."""
-        return any(not hasattr(hook, LOOKS) for hooks in self._hooks if hooks for hook in hooks.values())
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a weight was changed in place, or replaced, since it was packed."""
-        return self._weights.changed
+        """Whether somebody's hooks look into the model, but for those of `Taps`, which see what a call
+        returns."""
+        hooks = (hook for hooks in self._hooks if hooks for hook in hooks.values())
+        return any(getattr(hook, "__module__", None) != Taps.__module__ for hook in hooks)
 
 
 def _described(

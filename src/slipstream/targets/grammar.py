@@ -32,7 +32,9 @@ LARGEST = 2**18  # characters of a grammar
 STUCK = 60  # seconds in which no answer comes: the process is held, not slow
 DEAD = "the grammar cannot go on"
 WRITING = threading.Lock()  # each that writes keeps Python from the thread that decodes
-HOSTS = weakref.WeakKeyDictionary[Target, dict[tuple[int, ...], "GrammarHost"]]()  # by tokens that end an answer
+HOSTS = weakref.WeakKeyDictionary[
+    Target, dict[tuple[int, ...], "GrammarHost"]
+]()  # by tokens that end an answer
 STARTING = threading.Lock()
 
 

@@ -127,7 +127,7 @@ class HFTarget(DecoderTarget):
             self.shadow_model.set_attn_implementation(attention_patch.OURS)
         if self._ours:
             if attention_patch.called_directly(self.shadow_model, self.config):
-                self._calls = attention_patch.Calls()
+                self._calls = attention_patch.OwnFunctions()
             attention_patch.own_parts(self.shadow_model, self.dtype, self.device)
             self._try_description()
             if self.decoder is None and not agrees(self, self.plain):
@@ -206,7 +206,7 @@ class HFTarget(DecoderTarget):
             self.text.tokenizer.save_pretrained(directory)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
-        if self.decoder is not None and self.decoder.is_stale:  # asked here, since it takes 1 % of a pass
+        if self.decoder is not None and self.decoder.weights.changed:  # here: it takes 1 % of a pass
             del self.decoder
         return super().new_cache(batch, memory)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -37,13 +36,9 @@ def is_quantised(model: nn.Module) -> bool:
 
 def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     """A copy of a model with weights of 8 bits, or with linear layers of 4 bits, but embedding and LM head of
-    8. What no linear layer holds, such as experts, is shared with the model, which stays as it is.
-
-    On a GPU the embedding stays as it is, too, and states are not rounded.
-
-    Raises:
-        ValueError: the kind is unknown, the model is quantised already, or there are no kernels for it.
-    """
+    8. What no linear layer holds, such as experts, is shared with the model, which stays as it is. On a GPU
+    the embedding stays as it is, too, and states are not rounded. Raises ValueError: the kind is unknown, the
+    model is quantised already, or there are no kernels for it."""
     if kind not in KINDS:
         raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
     if is_quantised(model):
@@ -65,9 +60,13 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
             return None
         key = id(module.weight)
         if key not in stored:
-            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            packed = rounded if kind == "int8" or key in finer else ops.int4_tiles
-            stored[key] = (*packed(weight.detach()), weight.shape[1], model.dtype)
+            weight = (module.weight.t() if isinstance(module, Conv1D) else module.weight).detach()
+            if kind == "int8" or key in finer:
+                whole, scales = ops.whole_numbers(weight)
+                packed = ops.int8_tiles(whole), scales
+            else:
+                packed = ops.int4_tiles(weight)
+            stored[key] = *packed, weight.shape[1], model.dtype
         if linear:
             return QuantisedLinear(*stored[key], module.bias)
         factor = getattr(module, "embed_scale", None)
@@ -95,7 +94,11 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     each `GROUP`. The LM head has 8, and so has what groups do not divide. Raises ValueError where torchao
     is needed and not there."""
     head = copy.get_output_embeddings()
-    _replace(copy, lambda part: _turned(part) if isinstance(part, Conv1D) else None)
+
+    def turned(part: Any) -> nn.Module | None:  # GPT-2's, whose weight lies [K, N], as one of torch's
+        return linear_of(part.weight.t().contiguous(), part.bias) if isinstance(part, Conv1D) else None
+
+    _replace(copy, turned)
     if kind == "int4":
         try:
             from torchao.quantization import Int4WeightOnlyConfig, quantize_
@@ -114,18 +117,3 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
 
     _replace(copy, eight_bits)
     return copy
-
-
-def _turned(module: Any) -> nn.Linear:
-    """GPT-2's linear layer, whose weight lies [K, N], as one of torch's."""
-    linear = linear_of(module.weight.t().contiguous(), None)
-    linear.bias = module.bias
-    return linear
-
-
-@torch.no_grad()
-def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
-    """A weight as whole numbers from -127 to 127, in the order of `kernels.ops.int8_tiles`, and the rows'
-    scales."""
-    whole, scales = ops.whole_numbers(weight)
-    return ops.int8_tiles(whole), scales

@@ -1,23 +1,20 @@
-"""The shadow model of a Hugging Face model, what replaces its parts (cache, compiled modules' `forward`), and
-what looks into it."""
+"""The shadow model of a Hugging Face model, what replaces its parts, and what looks into it."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.kv_cache import KVCache, LayerView
 from slipstream.kernels.compiled import compiled, freed, freed_view
-from slipstream.targets.hidden_states import index_of, side_by_side
+from slipstream.targets.decoder_target import Features, block_of, side_by_side
 from slipstream.targets.linear import pack_for_graphs
 
 Model = TypeVar("Model", bound=nn.Module)
-LOOKS = "looks"  # marks a hook of ours, which described layers do not need
 
 
 def shadow_of(model: Model) -> Model:
@@ -31,11 +28,8 @@ def shadow_of(model: Model) -> Model:
 
 
 class Blocks(nn.ModuleList):
-    """A model's layers.
-
-    Args:
-        numbers: by which the layers ask for their part of a cache, where they are some of a larger model's.
-    """
+    """A model's layers, with the numbers by which they ask for their part of a cache: those of a larger model
+    where they are some of its layers."""
 
     def __init__(self, layers: Iterable[nn.Module], numbers: Sequence[int] | None = None) -> None:
         super().__init__(layers)
@@ -48,11 +42,7 @@ class Blocks(nn.ModuleList):
 
 
 class View(Cache):
-    """Gives the model's layers our cache for one pass.
-
-    Args:
-        blocks: the model's layers in their order.
-    """
+    """Gives the model's layers our cache for one pass."""
 
     def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
         super().__init__(layers=[])
@@ -85,11 +75,8 @@ class View(Cache):
 
 
 class Earlier(Cache):
-    """Keys and values that a pass reads before its own. Nothing is written in place, so gradients flow.
-
-    Args:
-        layers: keys and values of each layer [B, heads, S, D]; none by default.
-    """
+    """Keys and values of each layer [B, heads, S, D], if any, that a pass reads before its own. Nothing is
+    written in place, so gradients flow."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         super().__init__(layers=[])
@@ -110,11 +97,8 @@ class Earlier(Cache):
 
 
 class CompiledForward:
-    """Replaces the `forward` of a module by compiled graphs, which all modules of its class share.
-
-    Args:
-        layer: the module's number among its model's layers.
-    """
+    """Replaces the `forward` of a module, of this number among its model's layers, by compiled graphs, which
+    all modules of its class share."""
 
     def __init__(self, module: nn.Module, device: torch.device, layer: int = 0) -> None:
         pack_for_graphs(module)
@@ -136,13 +120,8 @@ class CompiledForward:
 
 
 class Taps:
-    """The taps of one model, which are named as `Drafter.taps` says. Hugging Face's own recorder keeps the
-    states of all layers, by hooks inside them, which cannot be compiled.
-
-    Args:
-        decoder: it says the final states.
-        blocks: the layers.
-    """
+    """The taps of one model, whose `decoder` says the final states, named as `Drafter.taps` says. Hugging
+    Face's own recorder keeps the states of all layers, by hooks inside them, which cannot be compiled."""
 
     def __init__(self, decoder: nn.Module, blocks: Blocks) -> None:
         self._decoder, self._blocks = decoder, blocks
@@ -150,11 +129,24 @@ class Taps:
 
     def watch(self, taps: Sequence[str]) -> None:
         """Let the next pass leave its states. Raises ValueError for a tap that there is not."""
+        states = self._states
         for tap in set(taps) - self._watched:
-            self._hook(tap)
-        self._states.clear()  # of a pass that failed
 
-    def take(self, taps: Sequence[str], cache: KVCache) -> Float[Tensor, "B R F"] | None:
+            def after(module: nn.Module, args: Any, out: Any) -> None:
+                states[FINAL] = out.last_hidden_state
+
+            def before(module: nn.Module, args: Any, kwargs: Any, tap: str = tap) -> None:
+                states[tap] = args[0] if args else kwargs["hidden_states"]
+
+            if tap == FINAL:
+                self._decoder.register_forward_hook(after)
+            elif not tap.startswith(CACHE):  # the cache is read after the pass
+                block = self._blocks[block_of(tap, len(self._blocks))]
+                block.register_forward_pre_hook(before, with_kwargs=True)
+            self._watched.add(tap)
+        states.clear()  # of a pass that failed
+
+    def take(self, taps: Sequence[str], cache: KVCache) -> Features:
         """What the pass left, side by side; None without taps."""
         for tap in taps:
             if tap in self._states and self._states[tap].dim() > 3:
@@ -165,21 +157,3 @@ class Taps:
         features = side_by_side(taps, self._states, cache, len(self._blocks))
         self._states.clear()
         return features
-
-    def _hook(self, tap: str) -> None:
-        states = self._states
-
-        def after(module: nn.Module, args: Any, out: Any) -> None:
-            states[FINAL] = out.last_hidden_state
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            states[tap] = args[0] if args else kwargs["hidden_states"]
-
-        for hook in (after, before):
-            setattr(hook, LOOKS, True)
-        block = self._blocks[index_of(tap, len(self._blocks))] if tap != FINAL else None
-        if block is None:
-            self._decoder.register_forward_hook(after)
-        elif not tap.startswith(CACHE):  # the cache is read after the pass
-            block.register_forward_pre_hook(before, with_kwargs=True)
-        self._watched.add(tap)
