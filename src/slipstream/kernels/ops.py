@@ -1,8 +1,5 @@
-"""Attention and products in which a row's bits do not depend on its neighbours.
-
-On the CPU they are `csrc/ops.cpp`, which `build` compiles once for a processor. Where there is no C++
-compiler, targets go without them. On a GPU Triton compiles them (`triton.py`).
-"""
+"""Attention and products in which a row's bits do not depend on its neighbours: on the CPU `csrc/ops.cpp`,
+which `build` compiles once for a processor where there is a C++ compiler, on a GPU by `triton.py`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -127,9 +124,8 @@ def tiled_linear(
 
     A weight of 8 bits is multiplied by rows of 8 bits: each is rounded by a scale of its own, its largest
     magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32. In
-    panels weights of 8 bits are multiplied by rows as they are, and added up in fp32 in their order. With
-    a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
-    in fp32 in their order.
+    panels weights of 8 bits are multiplied by rows as they are, and added up in fp32 in their order. With a
+    weight of 4 bits each group of 32 numbers of a row has a scale, and its exact sums are added up like that.
     """
     return torch.ops.slipstream.tiled_linear(x, tiles, scales)
 

@@ -1,9 +1,6 @@
-"""A model's layers as a description, which is read from Hugging Face's configuration and modules. One call of
-our kernels executes it on the CPU, and torch elsewhere.
-
-Families of models differ in little: norms and where they stand, biases, rotary positions, windows,
-activations, merged projections.
-"""
+"""A model's layers as a description, which is read from Hugging Face's configuration and modules. Families of
+models differ in little: norms and where they stand, biases, rotary positions, windows, activations, merged
+projections."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +26,9 @@ from slipstream.targets.decoder import (
     stored,
 )
 from slipstream.targets.executor_torch import Layers
-from slipstream.targets.layer_subset import between, decoder_of
-from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps
+from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps, between, decoder_of
 
+BEFORE = "input_layernorm", None, "post_attention_layernorm", None
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 HEADS = "q_norm", "k_norm"
@@ -40,29 +37,19 @@ PANEL = 32  # columns of a weight in tiles
 
 @dataclass(frozen=True)
 class Family:
-    """What the layers of some model types are made of, by the names of their modules.
+    """What the layers of some model types are made of, by the names of their modules."""
 
-    Attributes:
-        norms: before attention, after it, before the MLP, after it.
-        read: queries, keys and values, or all of them.
-        up: gate and up of an MLP, both in one, or up alone where it is not `gated`.
-        more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
-        final: the norm after all layers.
-        parallel: the MLP always reads what attention reads.
-        by_head, pairs, clamped: see `DecoderConfig`.
-    """
-
-    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    read: tuple[str, ...] = SPLIT
-    up: tuple[str, ...] = GATED
+    norms: tuple[str | None, ...] = BEFORE  # as in `Layer`
+    read: tuple[str, ...] = SPLIT  # queries, keys and values, or all of them
+    up: tuple[str, ...] = GATED  # gate and up of an MLP, both in one, or up alone where it is not `gated`
     down: str = "down_proj"
     gated: bool = True
-    more: float = 0.0
+    more: float = 0.0  # what a norm's weight lacks, 1 where it is stored as its distance from 1
     attention: str = "self_attn"
     o: str = "o_proj"
-    final: str = "norm"
-    parallel: bool = False
-    by_head: bool = False
+    final: str = "norm"  # after all layers
+    parallel: bool = False  # the MLP always reads what attention reads
+    by_head: bool = False  # as in `DecoderConfig`, like `pairs` and `clamped`
     pairs: bool = False
     clamped: bool = False
 
@@ -90,17 +77,9 @@ HUGGING_FACE = "transformers.models."
 
 
 class ModelDecoder(Decoder):
-    """The layers and the last norm of a model.
-
-    Args:
-        model: a causal LM. Packed copies of its weights are shared with its own linear layers.
-        blocks: its layers, or some of them.
-        windows: the types of attention, see `support.attention_windows`.
-        exact: on a GPU, too, no row's bits depend on its neighbours.
-
-    Raises:
-        Undescribed: its layers have something that no family here has.
-    """
+    """The layers, or some of them, and the last norm of a causal LM, whose linear layers share its packed
+    weights. `windows`: the types of attention; `exact`: on a GPU, too, no row's bits depend on its
+    neighbours. Raises Undescribed: its layers have something that no family here has."""
 
     def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str], exact: bool = True) -> None:
         super().__init__(*_described(model, blocks, windows, exact))
@@ -159,8 +138,8 @@ def _described(
 
 
 def _rotary(module: Any, kind: str, family: Family) -> Rotary:
-    """What a model's module says. `kind`: of attention, before the names of what it holds; "" where all types
-    have the same. Raises Undescribed where it says something else."""
+    """What a model's module says for a `kind` of attention, with which its names begin; "" where all have the
+    same. Raises Undescribed where it says something else."""
     frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
     rotary = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
     positions = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
@@ -221,6 +200,9 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     else:
         _check_parts(mlp, *family.up, family.down, "act_fn", "act", "activation_fn")
     sinks = getattr(attention, "sinks", None)
+    # Cohere 2's attention turns queries and keys within a window alone.
+    windowed = getattr(attention, "sliding_window", None) is not None
+    turns = getattr(attention, "use_rope", windowed or "Cohere2" not in type(attention).__name__)
     return Layer(
         read=[getattr(attention, name) for name in family.read],
         o=getattr(attention, family.o),
@@ -231,7 +213,7 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
         heads=[getattr(attention, name, None) for name in HEADS],
         factor=getattr(block, "residual_multiplier", 1.0),
         sinks=None if sinks is None else sinks.detach().float(),
-        angles=turn if _turns(attention) else -1,
+        angles=turn if turns else -1,
         window=window,
     )
 
@@ -255,12 +237,6 @@ def _parts(layer: Layer, family: Family) -> Iterator[Tensor | None]:
     for module in (*layer.norms, *layer.heads):
         yield from norm(module, family.more)
     yield layer.sinks
-
-
-def _turns(attention: Any) -> bool:
-    """Whether attention turns queries and keys: Cohere 2's does within a window alone."""
-    windowed = getattr(attention, "sliding_window", None) is not None
-    return bool(getattr(attention, "use_rope", windowed or "Cohere2" not in type(attention).__name__))
 
 
 def _experts(mlp: Any) -> int:

@@ -58,26 +58,19 @@ class Layers:
         with OwnFunctions() if self._exact else nullcontext():
             for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
                 turn = turns[layer.angles] if layer.angles >= 0 else None
-
-                def attended(q: Tensor, k: Tensor, v: Tensor, i: int = i, layer: Layer = layer) -> Tensor:
-                    keys[i][at], values[i][at] = k.transpose(1, 2), v.transpose(1, 2)
-                    k, v = keys[i][:, :, :view], values[i][:, :, :view]
-                    how = masks[layer.window], self._kind.scale, self._kind.cap, layer.sinks
-                    return attend(layer.o, q, k, v, *how)[0].flatten(2)
-
-                x = self._added(layer, norms, x, turn, attended)
+                before, after, second, last, *heads = norms
+                normed = before(x)
+                q, k, v = self._read(layer, heads, normed, turn)
+                keys[i][at], values[i][at] = k.transpose(1, 2), v.transpose(1, 2)
+                how = masks[layer.window], self._kind.scale, self._kind.cap, layer.sinks
+                read = attend(layer.o, q, keys[i][:, :, :view], values[i][:, :, :view], *how)[0].flatten(2)
+                between = x + layer.factor * after(layer.o(read))
+                if not self._kind.parallel or second is not _unchanged:
+                    normed = second(x if self._kind.parallel else between)
+                x = between + layer.factor * last(layer.down(self._inner(layer, normed)))
                 if i in outputs:
                     states.append(x)
             return [*states, self._final(x)]
-
-    def _added(self, layer: Layer, norms: Any, x: Tensor, turn: Any, attended: Any) -> Tensor:
-        """x with what attention and the MLP add."""
-        before, after, second, last, *heads = norms
-        normed = before(x)
-        between = x + layer.factor * after(layer.o(attended(*self._read(layer, heads, normed, turn))))
-        if not self._kind.parallel or second is not _unchanged:
-            normed = second(x if self._kind.parallel else between)
-        return between + layer.factor * last(layer.down(self._inner(layer, normed)))
 
     def _read(self, layer: Layer, norms: Any, x: Tensor, turn: Any) -> list[Tensor]:
         """Queries, keys and values [B, heads, R, D]."""

@@ -78,13 +78,9 @@ def _check(matcher: Any) -> None:
 
 
 class MatcherState:
-    """Where a text stands in its grammar.
-
-    Args:
-        matcher: llguidance's.
-        ahead: tokens that must come, from the one at `at` on. They are walked through once, and handed on
-            from state to state. None: not known yet.
-    """
+    """Where a text stands in its grammar, by llguidance's matcher. The tokens that must come are those
+    `ahead`, from the one at `at` on; None: not known yet. They are walked through once, and handed on from
+    state to state."""
 
     def __init__(self, matcher: Any, ahead: list[int] | None = None, at: int = 0) -> None:
         self.matcher, self.ahead, self.at = matcher, ahead, at
@@ -142,12 +138,9 @@ class MatcherState:
 
 def _from_the_middle(mask: bytes) -> int | None:
     """The first token that is allowed from the middle of the vocabulary on, or else of all."""
-    half = len(mask) // 2
-    for at, part in ((half, mask[half:]), (0, mask[:half])):
-        if rest := part.lstrip(b"\0"):
-            byte = at + len(part) - len(rest)
-            return 8 * byte + (rest[0] & -rest[0]).bit_length() - 1
-    return None
+    bits, half = int.from_bytes(mask, "little"), 4 * len(mask)
+    bits = bits >> half << half or bits
+    return (bits & -bits).bit_length() - 1 if bits else None
 
 
 def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eos: frozenset[int]) -> None:
@@ -157,7 +150,12 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
     read_first: list[MatcherState] = []
 
     def first() -> None:
-        _limit_memory(memory)
+        with suppress(FileNotFoundError):  # where the system says what the process has
+            with open("/proc/self/statm") as file:
+                size = int(file.read().split()[0]) * resource.getpagesize()
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]  # as of `ulimit -v`
+            limit = size + memory if most == resource.RLIM_INFINITY else min(size + memory, most)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, most))
         try:
             state = MatcherState(read(tokenizer, kind, text))
         except ValueError as error:
@@ -214,16 +212,6 @@ def _give_way(reading: threading.Thread) -> None:
         reading.join(QUICK / 4)
     with suppress(AttributeError, OSError):  # no thread here has a scheduler of its own, or it has ended
         os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _limit_memory(memory: int) -> None:
-    """Limit what the process may take beside what it has, in bytes, where the system says what it has."""
-    with suppress(FileNotFoundError):
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]  # as of `ulimit -v`
-        limit = size + memory if most == resource.RLIM_INFINITY else min(size + memory, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def _guarded(work: Any, *args: Any) -> None:

@@ -1,8 +1,6 @@
-"""A decoder-only Hugging Face causal LM as a target, through its own modelling code.
-
-All that makes a tree pass possible is outside the model: our cache in the place of its own, a 4-D mask of
-what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
-"""
+"""A decoder-only Hugging Face causal LM as a target, through its own modelling code. All that makes a tree
+pass possible is outside the model: our cache in the place of its own, a 4-D mask of what each row sees
+(sliding windows included), explicit positions, and probe rows through `inputs_embeds`."""
 
 import json
 from collections.abc import Sequence
@@ -27,12 +25,22 @@ from slipstream.targets.cached_target import CachedTarget
 from slipstream.targets.decoder import Undescribed
 from slipstream.targets.decoder_target import DecoderTarget, Features
 from slipstream.targets.description import ModelDecoder
-from slipstream.targets.layer_subset import between, decoder_of, own_blocks, part
 from slipstream.targets.masks import Masks, additive, dense
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantize import quantised
 from slipstream.targets.quantized import of_torchao, stored_bytes
-from slipstream.targets.shadow_model import Blocks, CompiledForward, Earlier, Taps, View, shadow_of
+from slipstream.targets.shadow_model import (
+    Blocks,
+    CompiledForward,
+    Earlier,
+    Taps,
+    View,
+    between,
+    decoder_of,
+    own_blocks,
+    part,
+    shadow_of,
+)
 
 OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
 
@@ -80,7 +88,10 @@ class HFTarget(DecoderTarget):
                 "takes names"
             )
         config = model.config.get_text_config(decoder=True)
-        support.check_model(model, config)
+        support.check_whole(model)
+        support.check_supported(config, model._is_stateful, signature(model.forward).parameters)
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
         origin = getattr(model, "origin", None)  # of a quantised model from the cache

@@ -24,11 +24,8 @@ def key_lists(
     """Lists [B, 1, R, 3 + L], int32, as `kernels.ops.attention` takes them.
 
     The R new rows are the last of the step's A scratch rows. Ancestors stand before their descendants, so
-    slots in rising order are positions in rising order.
-
-    Args:
-        nodes: rows after the nodes are probes, which also read memory.
-        depth: how many scratch rows a row reads at most. 0: all before it and itself, as in a chain.
+    slots in rising order are positions in rising order. Rows after the `nodes` are probes, which also read
+    memory. A row reads at most `depth` scratch rows; 0: all before it and itself, as in a chain.
     """
     if isinstance(layout, SharedLayout) and list(windows.values()) == [None]:
         key = cache.prefix, nodes, depth

@@ -1,13 +1,14 @@
-"""What was made of a model, in the user's cache under a hash of its sources. A later start reads it as it
-is."""
+"""What was made of a model, in the user's cache under a hash of its sources."""
 
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import PickleError
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ Cached = TypeVar("Cached")
 DIGESTS, WEIGHTS = "digests.json", "quantised.pt"
 FORMAT = 6  # of what is kept, and of what quantised models are rounded to
 READER = 1  # of what gguf.py sets: what an earlier one made is not taken from the cache
+# The disk is full (for torch.save a RuntimeError) or read-only, another process was faster, or what was
+# written would be read otherwise.
+UNWRITTEN = (OSError, RuntimeError, ValueError, KeyError, PickleError, SafetensorError)
 
 
 def place_of(source: Path, *made_by: Any) -> Path:
@@ -37,7 +41,13 @@ def _content(source: Path) -> str:
     files = [source]
     if source.is_dir():
         files = [x for x in sorted(source.iterdir()) if any(fnmatch(x.name, pattern) for pattern in LOADED)]
-    known, news = _digests(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
+    digests, news = cache_home() / DIGESTS, dict[str, dict[str, Any]]()
+    try:
+        known = read_results(digests)
+    except ValueError:  # a damaged file goes
+        known = {}
+        with suppress(OSError):
+            digests.unlink(missing_ok=True)
     for file in files:
         place, status = os.path.realpath(file), os.stat(file)
         stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -46,39 +56,20 @@ def _content(source: Path) -> str:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             known[place] = news[place] = {"stamp": stamp, "sha256": digest}
     if news:
-        _try(lambda: update_json(cache_home() / DIGESTS, news))
+        with suppress(*UNWRITTEN):
+            cache_home().mkdir(parents=True, exist_ok=True)
+            update_json(digests, news)
     parts = [(file.name, known[os.path.realpath(file)]["sha256"]) for file in files]
     return parts[0][1] if source.is_file() else repr(parts)
 
 
-def _digests(file: Path) -> dict[str, Any]:
-    """What was hashed so far. A damaged file goes."""
-    try:
-        return read_results(file)
-    except ValueError:
-        _try(lambda: file.unlink(missing_ok=True))
-        return {}
-
-
-def _try(write: Callable[[], Any]) -> None:
-    """Write to the cache. One that cannot be written is no error: the disk is full or read-only, or another
-    process was faster."""
-    try:
-        cache_home().mkdir(parents=True, exist_ok=True)
-        write()
-    except (OSError, ValueError, SafetensorError):
-        pass
-
-
 def write_cached(place: Path, write: Callable[[Path], Any]) -> bool:
     """Let `write` fill a directory, which then gets this name. Whether it is there."""
-
-    def whole() -> None:
+    with suppress(*UNWRITTEN):
+        place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as home:
             write(temporary := Path(home) / "model")
             os.rename(temporary, place)
-
-    _try(whole)
     return place.is_dir()
 
 
@@ -104,25 +95,15 @@ def mapped(file: Path) -> dict[str, Any]:
     return record
 
 
-def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """The tensors of a checkpoint's files by their names, in this precision."""
-    files: list[Any] = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
-    homes = {name: content for content in files for name in content.keys()}  # noqa: SIM118
-
-    def tensor_of(name: str) -> Tensor:
-        if name not in homes:
-            raise ValueError(f"there is no {name} in {directory}")
-        return homes[name].get_tensor(name).to(dtype)
-
-    return tensor_of
-
-
 def weights_of(source: Path, dtype: torch.dtype, quantize: str | None) -> Callable[[str], Tensor]:
     """The tensors by name of a directory's or GGUF file's model in this precision, as the cache keeps it."""
     if quantize is not None:
         tensors = mapped(place_of_quantised(source, dtype, quantize) / WEIGHTS)["tensors"]
         return lambda name: tensors[name]
-    return of_files(source if source.is_dir() else place_of(source, dtype, READER), dtype)
+    directory = source if source.is_dir() else place_of(source, dtype, READER)
+    files: list[Any] = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
+    homes = {name: content for content in files for name in content.keys()}  # noqa: SIM118
+    return lambda name: homes[name].get_tensor(name).to(dtype)
 
 
 def place_of_quantised(source: Path, dtype: torch.dtype, quantize: str) -> Path:

@@ -3,10 +3,9 @@ made of them, whose packed weights a later start maps."""
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.catalog import MODELS
 from slipstream.files import first_line
-from slipstream.kernels import ops
 from slipstream.targets import model_cache
 from slipstream.targets.gguf import read_gguf
 from slipstream.targets.quantize import quantised
@@ -36,15 +34,9 @@ MOST = 10_000  # layers, or experts of a layer
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What a quantised model was made of.
-
-    Attributes:
-        quantize: how it was rounded.
-        source: directory or hub id of the model before, or "".
-        fingerprint, weights: of the model before: its hash, and how many numbers it has.
-    """
+class Origin(NamedTuple):
+    """How a model was rounded, and of the model before: directory or hub id, or "", its hash, and how many
+    numbers it has."""
 
     quantize: str
     source: str
@@ -53,16 +45,8 @@ class Origin:
 
 
 def read_model(name: str, path: Path, gguf: Path | None, dtype: torch.dtype, quantize: str | None) -> Loaded:
-    """A model and its tokenizer.
-
-    Args:
-        path: it may be missing where the name is a hub id.
-        gguf: the file that it is or holds.
-        quantize: of a model that the cache keeps so.
-
-    Raises:
-        ValueError: see `load_target`.
-    """
+    """A model and its tokenizer: from the path, or the GGUF file that it is or holds, or by its name where
+    there is no path. The cache keeps what is quantised so. Raises ValueError as `load_target` does."""
     load = partial(_load, str(path) if path.exists() else name, dtype)
     if gguf is not None:
         load = partial(_load_gguf, gguf, dtype, quantize is None)
@@ -161,8 +145,6 @@ def _quantised(
     source: Path, name: str, dtype: torch.dtype, quantize: str, load: Callable[[], Loaded]
 ) -> Loaded:
     """A model with weights of 8 or 4 bits: from the cache, or made of what `load` brings, and kept there."""
-    if not ops.load(dtype=dtype):
-        return load()  # which is refused then
     place = model_cache.place_of_quantised(source, dtype, quantize)
     if (cached := model_cache.read_cached(place, _read_quantised)) is not None:
         return cached
@@ -190,7 +172,7 @@ def _write_quantised(model: Any, tokenizer: Any, place: Path) -> None:
     }
     apart = {id(tensor): model_cache.apart(tensor.detach()) for _, tensor in _tensors_of(model)}  # tied once
     tensors = {name: apart[id(tensor)] for name, tensor in _tensors_of(model)}
-    record = {"origin": asdict(model.origin), "dtype": model.dtype, "tokenizer": type(tokenizer).__name__}
+    record = {"origin": model.origin._asdict(), "dtype": model.dtype, "tokenizer": type(tokenizer).__name__}
     torch.save({**record, "layers": layers, "tensors": tensors}, place / model_cache.WEIGHTS)
     text = torch.arange(1, 5)[None] % model.config.get_text_config(decoder=True).vocab_size
     again = _read_quantised(place)[0]

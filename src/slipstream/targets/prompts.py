@@ -147,12 +147,9 @@ def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[li
 
 def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
     """Token ids of one prompt. Ids lose the padding that an attention mask names. Messages, and text if there
-    is a chat template, pass through the template, as do the tools that an answer to messages may call.
-
-    Raises:
-        ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
-            refuses the messages, or text is given to a target without a tokenizer.
-    """
+    is a chat template, pass through the template, as do the tools that an answer to messages may call. Raises
+    ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template refuses
+    the messages, or text is given to a target without a tokenizer."""
     value: Any = _plain(prompt)
     if isinstance(value, PurePath):
         raise ValueError(
@@ -162,8 +159,15 @@ def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
         raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
     if len(value) == 0 or (isinstance(value, str) and not value.strip()):
         raise ValueError("the prompt is empty: give at least one token")
-    is_text = isinstance(value, str) or all(map(_is_message, value))
-    tokens = checked_ids(_tokenized(target, value, tools) if is_text else value, target.vocab)
+    if isinstance(value, str) or all(map(_is_message, value)):
+        check_readable([value, list(tools)], "the prompt")
+        if target.text is None:
+            raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
+        if isinstance(value, str) or not target.text.has_chat:
+            value = target.text.encode(value)
+        else:
+            value = target.text.encode(list(map(message_of, value)), tools)
+    tokens = checked_ids(value, target.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: its text has no tokens")
     return tokens
@@ -214,16 +218,6 @@ def _unpadded(ids: Any, mask: Any) -> Any:
         raise ValueError(
             "attention_mask does not fit input_ids: give both as the tokenizer returned them"
         ) from error
-
-
-def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]], tools: Messages) -> list[int]:
-    """Token ids of text or messages."""
-    check_readable([prompt, list(tools)], "the prompt")
-    if target.text is None:
-        raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
-    if isinstance(prompt, str) or not target.text.has_chat:
-        return target.text.encode(prompt)
-    return target.text.encode(list(map(message_of, prompt)), tools)
 
 
 def _is_message(value: Any) -> bool:
