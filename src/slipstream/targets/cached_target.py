@@ -34,14 +34,9 @@ def _of_modules(name: str) -> Any:
 
 @final
 class CachedTarget(DecoderTarget):
-    """A target on the CPU of what `write` wrote. Where somebody asks for what only modules can say, such as
-    `model`, it becomes the `HFTarget` that was written.
-
-    Args:
-        place: a directory that `write` filled.
-        weights: the model's tensors by name, in the precision `dtype`.
-        modules: makes the `HFTarget`.
-    """
+    """A target on the CPU of a directory that `write` filled, and of the model's tensors by name. Where
+    somebody asks for what only modules can say, such as `model`, it becomes the `HFTarget` that `modules`
+    makes."""
 
     def __init__(
         self,
@@ -69,18 +64,16 @@ class CachedTarget(DecoderTarget):
         self._ours, self._modules, self._record = True, modules, record
         vars(self).update(record["facts"])
         self.sizes = Sizes(**record["sizes"])
-        embed, head = record["embed"], record["head"]
-        if embed["width"] is None:
-            self.embed = Embedding(tensor(embed["weight"]), tensor(embed["factor"]))
+        embedding, scales, width, _, factor = map(tensor, record["embed"])
+        self.embed = Embedding(embedding, factor)
+        if width is not None:
+            self.embed = QuantisedEmbedding(embedding, scales, width, dtype, factor)
+        head, scales, width, bias, _ = map(tensor, record["head"])
+        if width is not None:
+            self._head = QuantisedLinear(head, scales, width, dtype, bias)
         else:
-            quantised = tensor(embed["weight"]), tensor(embed["scales"]), embed["width"], dtype
-            self.embed = QuantisedEmbedding(*quantised, tensor(embed["factor"]))
-        if head["width"] is None:
-            self._head = linear_of(tensor(head["weight"]), tensor(head["bias"]))
+            self._head = linear_of(head, bias)
             own_products(self._head, dtype, self.device)
-        else:
-            quantised = tensor(head["weight"]), tensor(head["scales"]), head["width"], dtype
-            self._head = QuantisedLinear(*quantised, tensor(head["bias"]))
         description = Description(
             DecoderConfig(**record["kind"]),
             list(map(tensor, record["parts"])),
@@ -151,8 +144,8 @@ class Embedding(nn.Module):
 
 
 def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> None:
-    """Fill a directory with what `CachedTarget` reads beside the model's own tensors. Raises ValueError where
-    the layers are not described or have experts, or where what is `read` again differs."""
+    """Fill a directory with what `CachedTarget` reads beside the model's own tensors. Raises ValueError: the
+    layers are not described or have experts, or what is `read` again differs."""
     description = None if target.decoder is None else target.decoder.description
     if description is None or description.kind.chosen:
         raise ValueError("its passes run through modules")
@@ -170,11 +163,13 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
             places[_key(tensor)] = model_cache.apart(tensor)
         return None if tensor is None else places[_key(tensor)]
 
-    def described(module: Any) -> dict[str, Any]:
-        factor = getattr(module, "factor", getattr(module, "embed_scale", None))
-        tensors = {name: getattr(module, name, None) for name in ("weight", "scales", "bias")}
-        tensors["factor"] = None if factor is None else torch.as_tensor(factor)
-        return {"width": getattr(module, "width", None)} | {name: ref(x) for name, x in tensors.items()}
+    def stored(module: Any) -> tuple[Any, ...]:
+        weight, scales, width, bias, factor = (
+            getattr(module, name, None) for name in ("weight", "scales", "width", "bias", "factor")
+        )
+        factor = getattr(module, "embed_scale", None) if factor is None else factor
+        factor = None if factor is None else torch.as_tensor(factor)
+        return ref(weight), ref(scales), width, ref(bias), ref(factor)
 
     tokenizer = None if target.text is None else target.text.tokenizer
     record = {
@@ -183,8 +178,8 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
         "config": target.described,
         "read_bytes": target.read_bytes,
         "exactness": target.exactness,
-        "embed": described(target.embed),
-        "head": described(target._head),
+        "embed": stored(target.embed),
+        "head": stored(target._head),
         "kind": asdict(description.kind),
         "parts": list(map(ref, description.parts)),
         "which": description.which,

@@ -29,16 +29,11 @@ Features = Float[Tensor, "B R F"] | None
 
 
 class DecoderTarget(Target):
-    """What targets with described layers have in common.
-
-    Attributes:
-        windows: the sliding window of each type of attention.
-        scale, cap: of logits, see `LMHead`.
-    """
+    """What targets with described layers have in common."""
 
     text: HFText | None
-    windows: Windows
-    scale: float
+    windows: Windows  # the sliding window of each type of attention
+    scale: float  # of logits, see `LMHead`
     cap: float | None
     _head: Any
     _weights: int  # numbers in the weights, as loaded
