@@ -26,7 +26,7 @@ from slipstream.targets.decoder import (
     stored,
 )
 from slipstream.targets.executor_torch import Layers
-from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps, between, decoder_of
+from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps
 
 BEFORE = "input_layernorm", None, "post_attention_layernorm", None
 SPLIT = ("q_proj", "k_proj", "v_proj")
@@ -84,7 +84,7 @@ class ModelDecoder(Decoder):
     def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str], exact: bool = True) -> None:
         super().__init__(*_described(model, blocks, windows, exact))
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        own = (blocks, *between(model, blocks).values())
+        own = (blocks, *blocks.between(model).values())
         self.weights = Weights(module for each in own for module in each.modules())
 
     @property
@@ -99,7 +99,7 @@ def _described(
     model: Any, blocks: Blocks, windows: Sequence[str], exact: bool
 ) -> tuple[Description, Callable[..., list[Tensor]] | None]:
     """A description, and what executes it where our kernels do not."""
-    config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
+    config = blocks.decoder_of(model).config  # of these layers, where they are some of a model's
     if (family := FAMILIES.get(config.model_type)) is None:
         raise Undescribed(f"a model of type {config.model_type}")
     if getattr(config, "clip_qkv", None):
@@ -108,7 +108,7 @@ def _described(
         raise Undescribed("no room for packed experts")
     _check_class(model)
     _check_forward(model)
-    others: dict[str, Any] = between(model, blocks)
+    others: dict[str, Any] = blocks.between(model)
     if {name for name in others if "dropout" not in name} != {"rotary_emb", family.final}:
         raise Undescribed(f"beside its layers {', '.join(others)}")
     kinds = getattr(config, "layer_types", None) or [""] * len(blocks)

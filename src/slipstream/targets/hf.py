@@ -35,14 +35,9 @@ from slipstream.targets.shadow_model import (
     Earlier,
     Taps,
     View,
-    between,
-    decoder_of,
     own_blocks,
-    part,
     shadow_of,
 )
-
-OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
 
 
 @final
@@ -228,18 +223,18 @@ class HFTarget(DecoderTarget):
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
         target = copy(self)
-        for name in OF_PASSES:
+        for name in ("_taps", "decoder", "_to_logits"):  # what passes over one model's modules are made with
             vars(target).pop(name, None)
         if self.decoder is None:  # a description that was tried, and found wrong, is no part's either
             target.decoder = None
-        target._shadow_model, target.blocks, fresh = part(self.shadow_model, self.blocks, blocks, own, vocab)
+        target._shadow_model, target.blocks, fresh = self.blocks.part(self.shadow_model, blocks, own, vocab)
         target._head = target.shadow_model.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
             module.forward = CompiledForward(module, self.device, layer)
         return target
 
     def trunk(self) -> dict[str, nn.Module]:
-        return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.shadow_model, self.blocks))}
+        return {"blocks": self.blocks, "between": nn.ModuleDict(self.blocks.between(self.shadow_model))}
 
     def states(
         self,
@@ -255,7 +250,7 @@ class HFTarget(DecoderTarget):
             masks[kind] = seen & (in_window | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
         cache = Earlier(behind)
-        out = decoder_of(self.shadow_model, self.blocks)(
+        out = self.blocks.decoder_of(self.shadow_model)(
             inputs_embeds=embedded,
             attention_mask=additive(masks, embedded.dtype),
             position_ids=positions,
@@ -298,7 +293,7 @@ class HFTarget(DecoderTarget):
 
     @cached_property
     def _taps(self) -> Taps:
-        return Taps(decoder_of(self.shadow_model, self.blocks), self.blocks)
+        return Taps(self.blocks.decoder_of(self.shadow_model), self.blocks)
 
     def _described(self) -> ModelDecoder | None:
         """The layers in one call, where there is a description of them and nobody looks into them."""

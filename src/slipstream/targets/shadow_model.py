@@ -45,36 +45,47 @@ class Blocks(nn.ModuleList):
         every = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
         return self if every else super().__getitem__(index)
 
+    def decoder_of(self, model: Any) -> Any:
+        """The model without its LM head. To `get_decoder` that is what is named `decoder`, which in
+        ModernBertDecoderForCausalLM is the head."""
+        decoder = model.get_decoder()
+        return decoder if any(module is self for module in decoder.modules()) else model.base_model
 
-def part(
-    whole: PreTrainedModel, blocks: Blocks, which: Sequence[int], own: bool, vocab: Int[Tensor, " Vd"] | None
-) -> tuple[PreTrainedModel, Blocks, list[tuple[nn.Module, int]]]:
-    """A model of the blocks with these indices, its blocks, and the modules made for it, with the number of
-    each block: see `Target.part`."""
-    L, indices = len(blocks), sorted(set(which))
-    if not indices or not set(indices) <= set(range(L)):
-        there = f"this target has 0 to {L - 1}"
-        raise ValueError(f"a model of blocks {indices} cannot be made: {there}; keep one")
-    model = _shallow(whole)
-    numbers = [blocks.numbers[i] for i in indices]
-    chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in indices], numbers)
-    fresh = list(zip(chosen, numbers, strict=True)) if own else []
-    _put(model, blocks, chosen)
-    decoder = decoder_of(model, chosen)
-    if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
-        decoder.config = copy(decoder.config)
-        decoder.config.layer_types = [types[i] for i in indices]
-    holder: Any = next(module for module in model.modules() if chosen in module._modules.values())
-    if crossed := getattr(holder, "cross_attention_layers", None):  # Mllama's, which text alone passes by
-        holder.cross_attention_layers = [indices.index(i) for i in crossed if i in indices]
-    if own:
-        decoder._modules.update({name: deepcopy(x) for name, x in between(model, chosen).items()})
-    if vocab is not None:
-        head: Any = whole.get_output_embeddings()
-        narrow = rows_of_head(head, vocab)
-        _put(model, head, narrow)
-        fresh.append((narrow, 0))
-    return model, chosen, fresh
+    def between(self, model: Any) -> dict[str, nn.Module]:
+        """The modules beside the blocks between embedding and LM head: the last norm, perhaps positions."""
+        others = (id(model.get_input_embeddings()), id(self))
+        children = self.decoder_of(model).named_children()
+        return {name: module for name, module in children if id(module) not in others}
+
+    def part(
+        self, whole: PreTrainedModel, which: Sequence[int], own: bool, vocab: Int[Tensor, " Vd"] | None
+    ) -> tuple[PreTrainedModel, "Blocks", list[tuple[nn.Module, int]]]:
+        """A model of those of the whole's blocks that have these indices, its blocks, and the modules made
+        for it, with the number of each block: see `Target.part`."""
+        L, indices = len(self), sorted(set(which))
+        if not indices or not set(indices) <= set(range(L)):
+            there = f"this target has 0 to {L - 1}"
+            raise ValueError(f"a model of blocks {indices} cannot be made: {there}; keep one")
+        model = _shallow(whole)
+        numbers = [self.numbers[i] for i in indices]
+        blocks = Blocks([_copied(self[i]) if own else self[i] for i in indices], numbers)
+        fresh = list(zip(blocks, numbers, strict=True)) if own else []
+        _put(model, self, blocks)
+        decoder = blocks.decoder_of(model)
+        if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
+            decoder.config = copy(decoder.config)
+            decoder.config.layer_types = [types[i] for i in indices]
+        holder: Any = next(module for module in model.modules() if blocks in module._modules.values())
+        if crossed := getattr(holder, "cross_attention_layers", None):  # Mllama's, which text alone passes by
+            holder.cross_attention_layers = [indices.index(i) for i in crossed if i in indices]
+        if own:
+            decoder._modules.update({name: deepcopy(x) for name, x in blocks.between(model).items()})
+        if vocab is not None:
+            head: Any = whole.get_output_embeddings()
+            narrow = rows_of_head(head, vocab)
+            _put(model, head, narrow)
+            fresh.append((narrow, 0))
+        return model, blocks, fresh
 
 
 def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
@@ -88,20 +99,6 @@ def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
         )
     _put(model, layers, blocks := Blocks(layers))
     return blocks
-
-
-def decoder_of(model: Any, blocks: nn.ModuleList) -> Any:
-    """The model without its LM head. To `get_decoder` that is what is named `decoder`, which in
-    ModernBertDecoderForCausalLM is the head."""
-    decoder = model.get_decoder()
-    return decoder if any(module is blocks for module in decoder.modules()) else model.base_model
-
-
-def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Module]:
-    """The modules beside the blocks between embedding and LM head: the last norm, perhaps positions."""
-    decoder = decoder_of(model, blocks)
-    others = (id(model.get_input_embeddings()), id(blocks))
-    return {name: module for name, module in decoder.named_children() if id(module) not in others}
 
 
 def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
