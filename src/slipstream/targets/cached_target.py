@@ -74,14 +74,9 @@ class CachedTarget(DecoderTarget):
         else:
             self._head = linear_of(head, bias)
             own_products(self._head, dtype, self.device)
-        description = Description(
-            DecoderConfig(**record["kind"]),
-            list(map(tensor, record["parts"])),
-            record["which"],
-            [Rotary(tensor(frequencies), *rest) for frequencies, *rest in record["rotary"]],
-            record["types"],
-            record["factor"],
-        )
+        kind, parts, which, rotary, *more = record["description"]
+        turns = [Rotary(tensor(frequencies), *rest) for frequencies, *rest in rotary]
+        description = Description(DecoderConfig(**kind), list(map(tensor, parts)), which, turns, *more)
         self._decoder: Decoder | None = Decoder(description)
         self._generation_config = GenerationConfig.from_pretrained(place)
         self.text = None
@@ -171,6 +166,8 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
         factor = None if factor is None else torch.as_tensor(factor)
         return ref(weight), ref(scales), width, ref(bias), ref(factor)
 
+    kind, parts = asdict(description.kind), list(map(ref, description.parts))
+    rotary = [(ref(one.frequencies), one.factor, one.pairs) for one in description.rotary]
     tokenizer = None if target.text is None else target.text.tokenizer
     record = {
         "facts": {name: getattr(target, name) for name in FACTS},
@@ -180,12 +177,7 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
         "exactness": target.exactness,
         "embed": stored(target.embed),
         "head": stored(target._head),
-        "kind": asdict(description.kind),
-        "parts": list(map(ref, description.parts)),
-        "which": description.which,
-        "rotary": [(ref(one.frequencies), one.factor, one.pairs) for one in description.rotary],
-        "types": description.windows,
-        "factor": description.factor,
+        "description": (kind, parts, description.which, rotary, description.windows, description.factor),
         "tokenizer": tokenizer and type(tokenizer).__name__,
     }
     if sum(part.nbytes for part in places.values() if isinstance(part, Tensor)) > MOST:

@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.machine import available_memory
-from slipstream.targets import linear
+from slipstream.targets import decoder, linear
 from slipstream.targets.decoder import (
-    NO_MATRIX,
     Decoder,
     DecoderConfig,
     Description,
     Layer,
-    Rotary,
     Undescribed,
     Weights,
     eps_of,
-    matrix,
-    norm,
-    stored,
 )
 from slipstream.targets.executor_torch import Layers
 from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps
@@ -123,7 +118,7 @@ def _described(
     parts, run = list[Tensor | None](), None
     if linear.packs(final.weight.dtype, final.weight.device):
         parts = [part for layer in layers for part in _parts(layer, family)]
-        parts += norm(final, family.more)
+        parts += decoder.norm(final, family.more)
     else:
         run = Layers(decoder_config, layers, final, exact).run
     description = Description(
@@ -137,11 +132,11 @@ def _described(
     return description, run
 
 
-def _rotary(module: Any, kind: str, family: Family) -> Rotary:
+def _rotary(module: Any, kind: str, family: Family) -> decoder.Rotary:
     """What a model's module says for a `kind` of attention, with which its names begin; "" where all have the
     same. Raises Undescribed where it says something else."""
     frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
-    rotary = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
+    rotary = decoder.Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
     positions = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
     theirs = module(torch.empty(1, device=positions.device), positions, *[kind[:-1]][: bool(kind)])
     off = 0 if positions.device.type == "cpu" else 1e-3  # a GPU may multiply otherwise in matrices
@@ -221,21 +216,21 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
 def _parts(layer: Layer, family: Family) -> Iterator[Tensor | None]:
     """What `Decoder` in csrc/decoder.h takes of a layer."""
     for read in layer.read:
-        yield from matrix(read)
-    yield from matrix(layer.o, layer.factor)
+        yield from decoder.matrix(read)
+    yield from decoder.matrix(layer.o, layer.factor)
     if experts := _experts(layer.mlp):
-        yield from NO_MATRIX * (len(family.up) + 1)
-        yield from stored(_router(layer.mlp).weight, getattr(_router(layer.mlp), "bias", None))
+        yield from decoder.NO_MATRIX * (len(family.up) + 1)
+        yield from decoder.stored(_router(layer.mlp).weight, getattr(_router(layer.mlp), "bias", None))
         for i in range(experts):
             yield from _expert(layer.mlp.experts, i)
     else:
         for up in layer.up:
-            yield from matrix(up)
+            yield from decoder.matrix(up)
         if family.gated and len(family.up) == 1 and layer.down.in_features % PANEL:
             raise Undescribed(f"gate and up in one, {layer.down.in_features} wide")
-        yield from matrix(layer.down, layer.factor)
+        yield from decoder.matrix(layer.down, layer.factor)
     for module in (*layer.norms, *layer.heads):
-        yield from norm(module, family.more)
+        yield from decoder.norm(module, family.more)
     yield layer.sinks
 
 
@@ -252,12 +247,12 @@ def _expert(experts: Any, i: int) -> Iterator[Tensor | None]:
     both, down = experts.gate_up_proj[i], experts.down_proj[i]
     if not hasattr(experts, "gate_up_proj_bias"):
         for weight in (*both.chunk(2), down):
-            yield from stored(weight)
+            yield from decoder.stored(weight)
         return
     bias = experts.gate_up_proj_bias[i]
-    yield from stored(both.t()[::2], bias[::2])
-    yield from stored(both.t()[1::2], bias[1::2])
-    yield from stored(down.t(), experts.down_proj_bias[i])
+    yield from decoder.stored(both.t()[::2], bias[::2])
+    yield from decoder.stored(both.t()[1::2], bias[1::2])
+    yield from decoder.stored(down.t(), experts.down_proj_bias[i])
 
 
 def _check_class(module: nn.Module) -> None:

@@ -1,9 +1,6 @@
-"""Read a GGUF file through transformers, and hold the file's own keys and tensors against the result.
-
-transformers' reader drops what it does not know without a word: another model then answers. Here every key
-and every tensor of the file is set, is known to change nothing, or is refused by name. What a key means is as
-llama.cpp has it (`src/llama-model.cpp`, `src/llama-vocab.cpp`, `src/models`).
-"""
+"""Read a GGUF file through transformers, whose reader drops what it does not know without a word: another
+model then answers. Here every key and every tensor of the file is set, is known to change nothing, or is
+refused by name, as llama.cpp has them (`src/llama-model.cpp`, `src/llama-vocab.cpp`, `src/models`)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,14 +15,10 @@ import gguf
 import numpy as np
 import torch
 import transformers
+import transformers.modeling_gguf_pytorch_utils as hf_gguf
 from gguf import GGUFReader, dequantize
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.files import first_line
@@ -290,8 +283,8 @@ def _check_tensors(config: Any, keys: dict[str, Any], tensors: list[Any]) -> Non
     architecture = keys["general.architecture"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    places, kind = get_gguf_hf_weights_map(model, processor), type(model).__name__
+    processor = hf_gguf.TENSOR_PROCESSORS.get(architecture, hf_gguf.TensorProcessor)(config=config.to_dict())
+    places, kind = hf_gguf.get_gguf_hf_weights_map(model, processor), type(model).__name__
     held = Counter[str]()
     for tensor in tensors:
         if tensor.name in places:

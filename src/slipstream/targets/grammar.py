@@ -44,26 +44,16 @@ class Beyond(ValueError):
 
 @final
 class LLGrammar(Grammar):
-    """A grammar that llguidance has read, in its own process, which ends with this.
-
-    Args:
-        host: holds the target's tokens.
-        gone: of a server, which has others waiting; once set, nobody waits for this grammar any more.
-
-    Raises:
-        Beyond: it cannot be read within the limits.
-        ValueError: it cannot be read.
-    """
+    """A grammar that llguidance has read, in its own process, which ends with this. Raises Beyond where it
+    cannot be read within the limits, and ValueError where it cannot be read. `gone`: see `read_grammar`."""
 
     def __init__(
         self, host: "GrammarHost", kind: str, text: str, limits: GrammarLimits, gone: threading.Event | None
     ) -> None:
-        self._channel = host.connect()
+        self._channel, self.vocab, self.eos = host.connect(), host.vocab, frozenset(host.eos)
         self.ended = 0  # the signal that ended the process
-        self.vocab, self.eos = host.vocab, frozenset(host.eos)
         self.dropped: list[int] = []  # numbers of states that nobody holds any more
-        memory = round(limits.memory * 2**20)
-        self._channel.send((kind, text, limits.seconds, memory, gone is not None))
+        self._channel.send((kind, text, limits.seconds, round(limits.memory * 2**20), gone is not None))
         while not self._channel.poll(0.05):
             if gone is not None and gone.is_set():
                 self.close()
@@ -165,14 +155,8 @@ class LLWalk(GrammarState):
 
 
 class GrammarHost:
-    """The process that holds a target's tokens, and forks one for each grammar. It ends with this one.
-
-    Args:
-        written: the target's tokenizer, as the process reads it.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The process that holds a target's tokens, and forks one for each grammar. It ends with this one. Raises
+    ValueError: the tokenizer as it is `written` cannot be read there."""
 
     def __init__(self, written: Any, vocab: int, eos: list[int]) -> None:
         self.vocab, self.eos = vocab, eos

@@ -1,10 +1,8 @@
 """Grammars in processes of their own, so that none can stall or end the process that asks for it.
 
-Run as a script, this is a server that holds a tokenizer and forks a process for each grammar. That process
-reads the grammar with a deep stack, and then answers questions about texts in it. It has limits: of
-processor time and memory for reading, and of processor time for each answer. It ends with the connection to
-whoever asked. It imports no torch.
-"""
+Run as a script, which imports no torch, this holds a tokenizer and forks a process for each grammar. That
+reads the grammar with a deep stack, and then answers questions about texts in it, until the connection ends.
+It has limits of processor time and memory for reading, and of processor time for each answer."""
 
 import os
 import resource

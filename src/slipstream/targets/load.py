@@ -20,7 +20,8 @@ from slipstream.targets.quantized import KINDS
 if TYPE_CHECKING:
     from slipstream.targets.hf import HFTarget
 
-DTYPES = {str(x)[6:]: x for x in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+NAMED = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMED}
 AnyTarget = Union["HFTarget", str, os.PathLike[str]]
 
 

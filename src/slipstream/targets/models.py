@@ -63,8 +63,7 @@ def _load(source: str, dtype: torch.dtype) -> Loaded:
                 f"target {source!r} is a {config.model_type}, which is more than a causal LM: load it with "
                 "its own class, such as AutoModelForImageTextToText, and give HFTarget(model, tokenizer)"
             )
-        model = _whole(source, pretrained_model_name_or_path=source, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(source)
+        return _whole(source, dtype), AutoTokenizer.from_pretrained(source)
     except ValueError:
         raise
     except Exception as error:  # damaged files raise errors of many types
@@ -83,9 +82,8 @@ def _check_config(source: str) -> None:
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name, count in part.items():
             if re.search("(layers?|experts)$", name) and isinstance(count, int) and count > MOST:
-                raise ValueError(
-                    f"target {source!r} has {name} {count} in its config.json; at most {MOST:,} can be"
-                )
+                most = f"at most {MOST:,} can be"
+                raise ValueError(f"target {source!r} has {name} {count} in its config.json; {most}")
     packed = config.get("quantization_config") or config.get("quantization") or {}
     kind = packed.get("quant_method", "MLX" if "group_size" in packed else "unknown") if packed else None
     if kind is not None and kind not in AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -96,11 +94,11 @@ def _check_config(source: str) -> None:
         )
 
 
-def _whole(name: str, **how: Any) -> PreTrainedModel:
+def _whole(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a model whose weights and its files' weights are the same set, or raise ValueError. Hugging Face
     only warns: it draws missing weights at random, and drops unexpected ones."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**how, output_loading_info=True)
-    model, info = loaded
+    read: Any = AutoModelForCausalLM.from_pretrained
+    model, info = read(pretrained_model_name_or_path=name, dtype=dtype, output_loading_info=True)
     blocks = model.config.get_text_config(decoder=True).num_hidden_layers
     kind = f"target {name!r}: a {type(model).__name__} of {blocks} blocks"
     if missing := sorted(info["missing_keys"]):
@@ -113,8 +111,8 @@ def _whole(name: str, **how: Any) -> PreTrainedModel:
             "checkpoint; to leave them out, load the model yourself and give HFTarget(model, tokenizer)"
         )
     for weight in model.parameters():  # experts that were MXFP4 come as bfloat16, whatever is asked for
-        if weight.is_floating_point() and weight.dtype.itemsize < how["dtype"].itemsize:
-            weight.data = weight.data.to(how["dtype"])
+        if weight.is_floating_point() and weight.dtype.itemsize < dtype.itemsize:
+            weight.data = weight.data.to(dtype)
     return model
 
 
@@ -128,8 +126,7 @@ def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> Loaded:
     place = model_cache.place_of(file, dtype, model_cache.READER)
 
     def read(home: Path) -> Loaded:  # not with AutoTokenizer, see `read_gguf`
-        model = _whole(str(home), pretrained_model_name_or_path=str(home), dtype=dtype)
-        return model, PreTrainedTokenizerFast.from_pretrained(home)
+        return _whole(str(home), dtype), PreTrainedTokenizerFast.from_pretrained(home)
 
     def write(directory: Path) -> None:
         model.save_pretrained(directory)

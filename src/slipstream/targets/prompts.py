@@ -23,7 +23,6 @@ FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
 UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for bytes that are not UTF-8
 LONGEST = 2**22  # characters: tokenizers end the process where memory does not suffice for a text
 
-
 # How vocabularies write bytes: SentencePiece's as <0xF0>; GPT-2's as letters, those that print as themselves
 # and the others, in order, as the letters from 256 on.
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -60,10 +59,8 @@ class HFText(Text):
         call = {"name": "f", "arguments": {"a": "b"}}
         tool: Any = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         calls = [{"id": "call_0", "type": "function", "function": call}]
-        turns: Any = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        turns: Any = [{"role": "user", "content": "a"}, answer]
         render: Any = self.tokenizer.apply_chat_template
         try:
             bare, text = (render(turns, tools=tools, tokenize=False) for tools in (None, [tool]))

@@ -11,16 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.files import install
 from slipstream.kernels import ops
-from slipstream.targets.quantized import (
-    KINDS,
-    Quantised,
-    QuantisedEmbedding,
-    QuantisedLinear,
-    WholeLinear,
-    linear_of,
-    of_torchao,
-    parts_of,
-)
+from slipstream.targets import quantized
 from slipstream.targets.shadow_model import shadow_of
 
 NEEDS = "float32, bfloat16 or, on a GPU, float16, and a C++ compiler or, on a GPU, Triton"
@@ -30,8 +21,8 @@ INT4_LAYOUT, GROUP = "tile_packed_to_4d", 32  # torchao's: how a GPU reads 4 bit
 def is_quantised(model: nn.Module) -> bool:
     """Whether a model's weights are quantised already, by us or by anyone else."""
     config = getattr(model, "config", None)
-    ours = any(isinstance(module, Quantised) for module in model.modules())
-    return ours or of_torchao(model) or getattr(config, "quantization_config", None) is not None
+    ours = any(isinstance(module, quantized.Quantised) for module in model.modules())
+    return ours or quantized.of_torchao(model) or getattr(config, "quantization_config", None) is not None
 
 
 def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
@@ -39,8 +30,8 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     8. What no linear layer holds, such as experts, is shared with the model, which stays as it is. On a GPU
     the embedding stays as it is, too, and states are not rounded. Raises ValueError: the kind is unknown, the
     model is quantised already, or there are no kernels for it."""
-    if kind not in KINDS:
-        raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
+    if kind not in quantized.KINDS:
+        raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(quantized.KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
     if not ops.load(model.device, model.dtype):
@@ -68,9 +59,9 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
                 packed = ops.int4_tiles(weight)
             stored[key] = *packed, weight.shape[1], model.dtype
         if linear:
-            return QuantisedLinear(*stored[key], module.bias)
+            return quantized.QuantisedLinear(*stored[key], module.bias)
         factor = getattr(module, "embed_scale", None)
-        return QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
+        return quantized.QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
 
     _replace(copy, replacement)
     return copy
@@ -96,7 +87,9 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     head = copy.get_output_embeddings()
 
     def turned(part: Any) -> nn.Module | None:  # GPT-2's, whose weight lies [K, N], as one of torch's
-        return linear_of(part.weight.t().contiguous(), part.bias) if isinstance(part, Conv1D) else None
+        return (
+            quantized.linear_of(part.weight.t().contiguous(), part.bias) if isinstance(part, Conv1D) else None
+        )
 
     _replace(copy, turned)
     if kind == "int4":
@@ -110,10 +103,10 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         quantize_(copy, four, lambda m, _: is_linear(m) and m is not head and m.in_features % GROUP == 0)
 
     def eight_bits(part: Any) -> nn.Module | None:
-        if not is_linear(part) or parts_of(part.weight):
+        if not is_linear(part) or quantized.parts_of(part.weight):
             return None
         whole = ops.whole_numbers(part.weight.detach())
-        return WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
+        return quantized.WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
 
     _replace(copy, eight_bits)
     return copy
