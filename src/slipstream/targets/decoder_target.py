@@ -103,27 +103,27 @@ class DecoderTarget(Target):
         cache.reserve(tree.rows)
         # Only padding lies beyond the window.
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
-        tokens = tree.tokens.clamp(min=0)
+        tokens, inputs = tree.tokens.clamp(min=0), dict[str, Any](position_ids=positions)
         if tree.probes is None:
-            inputs = {"input_ids": tokens}
+            inputs["input_ids"] = tokens
         else:
             vectors, hosts = tree.probes
             embedded = self._whole_embed(tokens)
             probes = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
-            inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
-        keep: int | Tensor = 0
+            inputs["inputs_embeds"] = torch.cat([embedded, probes], 1)
+        keep: Tensor | None = None
         if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
             # One row by its index: sliced states are not contiguous, and each text would copy the head.
             keep = keep if len(keep) else positions.new_zeros(1)
         each_host = 0 if tree.probes is None else len(tree.probes.vectors)
         depth = 0 if tree.is_chain and not each_host else tree.depth + 1 + each_host
-        mask = self._masks(layout, positions, cache, tree.nodes, depth)
+        inputs["attention_mask"] = self._masks(layout, positions, cache, tree.nodes, depth)
         began = perf_counter()
-        logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
+        logits, features = self._pass(inputs, cache, keep, tuple(taps))
         seconds = perf_counter() - began
-        if rows is not None:
-            at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
+        if rows is not None and keep is not None:
+            at = torch.searchsorted(keep, rows)
             logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
         return Output(logits, features, seconds)
 
@@ -135,26 +135,22 @@ class DecoderTarget(Target):
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
         mask = self._masks(layout, positions, cache, tokens.shape[1], layout.visible.shape[2])
         own = positions[:, after:].expand(len(tokens), -1)
-        return self._pass({"input_ids": tokens.clamp(min=0)}, own, mask, cache, 0, ())[0]
+        inputs = {"input_ids": tokens.clamp(min=0), "position_ids": own, "attention_mask": mask}
+        return self._pass(inputs, cache, None, ())[0]
 
     def _pass(
-        self,
-        inputs: dict[str, Tensor],
-        positions: Int[Tensor, "B R"],
-        mask: Masks,
-        cache: KVCache,
-        keep: int | Tensor,
-        taps: tuple[str, ...],
+        self, inputs: dict[str, Any], cache: KVCache, keep: Tensor | None, taps: tuple[str, ...]
     ) -> tuple[Float[Tensor, "B K V"], Features]:
-        """The logits of the rows to keep, in float32 at least, and the features of all rows."""
+        """The logits of the rows to keep (None: all), in float32 at least, and the features of all rows, by
+        inputs under Hugging Face's names."""
         with self.lock:
             if (decoder := self.decoder) is None:
                 raise ValueError(self._released)
-            tokens = inputs.get("input_ids")
-            embedded = inputs["inputs_embeds"] if tokens is None else self.embed(tokens)
+            embedded = self.embed(inputs["input_ids"]) if "input_ids" in inputs else inputs["inputs_embeds"]
             blocks = {tap: block_of(tap, self.layers) for tap in taps if tap.startswith(INPUT)}
+            positions, mask = inputs["position_ids"], inputs["attention_mask"]
             final, states = decoder(embedded, positions, mask, cache, list(blocks.values()))
-            logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
+            logits = self._to_logits(final if keep is None else final[:, keep])
             by_tap = {FINAL: final, **{tap: states[block] for tap, block in blocks.items()}}
             return logits, side_by_side(taps, by_tap, cache, self.layers)
 

@@ -260,23 +260,18 @@ class HFTarget(DecoderTarget):
         return out.last_hidden_state, cache.own
 
     def _pass(
-        self,
-        inputs: dict[str, Tensor],
-        positions: Int[Tensor, "B R"],
-        mask: Masks,
-        cache: KVCache,
-        keep: int | Tensor,
-        taps: tuple[str, ...],
+        self, inputs: dict[str, Any], cache: KVCache, keep: Tensor | None, taps: tuple[str, ...]
     ) -> tuple[Float[Tensor, "B K V"], Features]:
         with self.lock:
             if self._described() is not None:
-                return super()._pass(inputs, positions, mask, cache, keep, taps)
+                return super()._pass(inputs, cache, keep, taps)
             self._taps.watch(taps)
-            given: Any = inputs | ({"logits_to_keep": keep} if self._selects_rows else {})
-            view, how = View(cache, self.blocks), {"position_ids": positions, "attention_mask": mask}
+            if self._selects_rows:
+                inputs = inputs | {"logits_to_keep": 0 if keep is None else keep}
             with self._calls:
-                logits = self.shadow_model(**given, **how, past_key_values=view, use_cache=True).logits
-            if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
+                view = View(cache, self.blocks)
+                logits = self.shadow_model(**inputs, past_key_values=view, use_cache=True).logits
+            if keep is not None and logits.shape[1] != len(keep):  # it has made those of all rows
                 logits = logits[:, keep]
             features = self._taps.take(taps, cache)
         return logits if logits.dtype == torch.float64 else logits.float(), features
