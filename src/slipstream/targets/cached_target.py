@@ -159,11 +159,10 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
         return None if tensor is None else places[_key(tensor)]
 
     def stored(module: Any) -> tuple[Any, ...]:
-        weight, scales, width, bias, factor = (
-            getattr(module, name, None) for name in ("weight", "scales", "width", "bias", "factor")
-        )
-        factor = getattr(module, "embed_scale", None) if factor is None else factor
-        factor = None if factor is None else torch.as_tensor(factor)
+        names = ("weight", "scales", "width", "bias", "factor")
+        weight, scales, width, bias, factor = (getattr(module, name, None) for name in names)
+        if hasattr(module, "embed_scale"):
+            factor = torch.as_tensor(module.embed_scale)
         return ref(weight), ref(scales), width, ref(bias), ref(factor)
 
     kind, parts = asdict(description.kind), list(map(ref, description.parts))

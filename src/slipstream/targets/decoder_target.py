@@ -29,11 +29,16 @@ Features = Float[Tensor, "B R F"] | None
 
 
 class DecoderTarget(Target):
-    """What targets with described layers have in common."""
+    """What targets with described layers have in common.
+
+    Attributes:
+        windows: the sliding window of each type of attention.
+        scale, cap: of logits, see `LMHead`.
+    """
 
     text: HFText | None
-    windows: Windows  # the sliding window of each type of attention
-    scale: float  # of logits, see `LMHead`
+    windows: Windows
+    scale: float
     cap: float | None
     _head: Any
     _weights: int  # numbers in the weights, as loaded

@@ -121,15 +121,10 @@ def _described(
         parts += decoder.norm(final, family.more)
     else:
         run = Layers(decoder_config, layers, final, exact).run
-    description = Description(
-        kind=decoder_config,
-        parts=parts,
-        which=[n for layer in layers for n in (layer.angles, layer.window, _experts(layer.mlp))],
-        rotary=[_rotary(turned, turn, family) for turn in turns],
-        windows=windows,
-        factor=getattr(config, "embedding_multiplier", 1.0),
-    )
-    return description, run
+    which = [n for layer in layers for n in (layer.angles, layer.window, _experts(layer.mlp))]
+    rotary = [_rotary(turned, turn, family) for turn in turns]
+    factor = getattr(config, "embedding_multiplier", 1.0)
+    return Description(decoder_config, parts, which, rotary, windows, factor), run
 
 
 def _rotary(module: Any, kind: str, family: Family) -> decoder.Rotary:
@@ -183,8 +178,6 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     """The modules of a layer, of which nothing is left out."""
     mlp, attention = block.mlp, getattr(block, family.attention)
     experts = _experts(mlp)
-    for module in (block, attention, mlp, *((mlp.experts, _router(mlp)) if experts else ())):
-        _check_class(module)
     for module in block.modules():
         _check_forward(module)
     _check_parts(block, *filter(None, family.norms), family.attention, "mlp")
@@ -192,6 +185,7 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     if experts:
         _check_parts(mlp, "experts", "gate", "router")
         _check_parts(mlp.experts, "act_fn")
+        _check_class(_router(mlp))
     else:
         _check_parts(mlp, *family.up, family.down, "act_fn", "act", "activation_fn")
     sinks = getattr(attention, "sinks", None)
@@ -268,7 +262,8 @@ def _check_forward(module: nn.Module) -> None:
 
 
 def _check_parts(module: nn.Module, *known: str) -> None:
-    """Raise Undescribed for parts of a module that are not known, but for dropout."""
+    """Raise Undescribed as `_check_class`, and for parts of a module that are not known, but for dropout."""
+    _check_class(module)
     names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known}
     if names:
         raise Undescribed(f"{type(module).__name__} with {', '.join(sorted(names))}")
