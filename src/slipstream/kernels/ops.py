@@ -105,17 +105,6 @@ def panels(weight: Real[Tensor, "N K"]) -> Real[Tensor, "panels K16 32"]:
     return torch.ops.slipstream.kept(whole.view(-1, 32, whole.shape[1]).transpose(1, 2).contiguous())
 
 
-def int8_rows(
-    tiles: Int8[Tensor, "panels steps 2 16 16 4"],
-    scales: Float[Tensor, " N"],
-    which: Int[Tensor, "*n"],
-    K: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "*n K"]:
-    """Some rows of a weight that `int8_tiles` packed, times their scales."""
-    return torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
-
-
 def tiled_linear(
     x: Float[Tensor, "*n K"], tiles: Tensor, scales: Float[Tensor, " N"]
 ) -> Float[Tensor, "*n N"]:
@@ -198,11 +187,6 @@ def attention(
     """
     ops = torch.ops.slipstream
     return (ops.attention_cuda if q.is_cuda else ops.attention)(q, k, v, keys, scale, cap, sinks)
-
-
-def widened(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """bf16 as float32, by the threads of our products."""
-    return torch.ops.slipstream.widened(x)
 
 
 def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:

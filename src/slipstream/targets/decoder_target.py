@@ -16,7 +16,6 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Tree, TreeLayout, chain
-from slipstream.kernels import ops
 from slipstream.kernels.weight_packing import EIGHT
 from slipstream.machine import where
 from slipstream.targets.decoder import Decoder
@@ -229,6 +228,7 @@ def side_by_side(taps: Sequence[str], states: Mapping[str, Tensor], cache: KVCac
 
 
 def _widened(product: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """A product, in float32 where it is bf16: an LM head may be cast."""
+    """A product, in float32 where it is bf16, by the threads of our products: an LM head may be cast."""
     out = product(*args)
-    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else ops.widened(out)
+    is_kept = torch.is_grad_enabled() or out.dtype != torch.bfloat16
+    return out if is_kept else torch.ops.slipstream.widened(out)

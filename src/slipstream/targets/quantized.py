@@ -29,7 +29,8 @@ class Quantised(nn.Module):
     def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
         """Some rows of the weight, as states are."""
         if self.weight.dtype == torch.int8:
-            return ops.int8_rows(self.weight, self.scales, which, self.width, self.dtype)
+            int8_rows = torch.ops.slipstream.int8_rows
+            return int8_rows(self.weight, self.scales, which, self.width, self.dtype)
         whole = ops.int4_rows(self.weight, which)[..., : self.width]
         return (whole * self.scales[which][..., None]).to(self.dtype)
 
