@@ -59,7 +59,7 @@ def test_products_have_the_bits_of_their_proof(K, N, dtype):
     tiles, scales, whole = weight_of(generator, N, K)
     which = torch.arange(N).flip(0).view(-1, 1)
     rows = (whole[which].float() * scales[which][..., None]).to(dtype)
-    assert torch.equal(ops.int8_rows(tiles, scales, which, K, dtype), rows)
+    assert torch.equal(torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype), rows)
     want = proof(x, whole, scales).to(dtype)
     try:
         for threads in (1, 2):

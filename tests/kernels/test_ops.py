@@ -573,6 +573,6 @@ def test_bf16_is_widened_as_torch_does_it():
     """Every number, of rows that do not lie side by side, too."""
     x = torch.randn(5, 40_003, generator=torch.Generator().manual_seed(0)).bfloat16()
     for each in (x, x[:, ::3], x[:0]):
-        assert torch.equal(ops.widened(each), each.float())
+        assert torch.equal(torch.ops.slipstream.widened(each), each.float())
     with pytest.raises(RuntimeError):
-        ops.widened(x.float())
+        torch.ops.slipstream.widened(x.float())

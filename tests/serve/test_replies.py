@@ -17,7 +17,7 @@ from slipstream import GrammarLimits, generate
 from slipstream.serve.replies import Form, Place
 from slipstream.serve.worker import Likely
 from slipstream.targets import HFTarget
-from slipstream.targets.grammar import SERVERS
+from slipstream.targets.grammar import HOSTS
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 120}
 SHORT = LONG | {"max_tokens": 10}
@@ -55,7 +55,7 @@ def grammar_processes(server) -> list[str]:
     """Of the server's process for grammars, if it has one."""
     return [
         pid
-        for made in SERVERS.get(server.target, {}).values()
+        for made in HOSTS.get(server.target, {}).values()
         for pid in Path(f"/proc/{made._process.pid}/task/{made._process.pid}/children").read_text().split()
     ]
 

@@ -13,7 +13,7 @@ import tiny
 from slipstream.core.tree import chain
 from slipstream.targets import HFTarget
 from slipstream.targets.activations import GRAIN, SERIAL, Activation, own_activations
-from slipstream.targets.attention_patch import Calls
+from slipstream.targets.attention_patch import OwnFunctions
 
 SIZES = (1, 31, 48, 1500, SERIAL + 5, 2 * GRAIN + 33, 4 * GRAIN - 1500)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,7 +66,7 @@ def test_functions_that_modules_call_themselves(name, dtype, threads):
     called = {"sigmoid": torch.sigmoid, "Tensor.sigmoid": Tensor.sigmoid}.get(name) or getattr(F, name)
     x = numbers(SERIAL + 5, dtype)
     want = vectors(called, x)
-    with Calls():
+    with OwnFunctions():
         for size in (1, 31, 48, SERIAL + 5):
             assert torch.equal(called(x[:size]), want[:size])
 

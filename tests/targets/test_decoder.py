@@ -28,6 +28,7 @@ from slipstream.core.tree import chain
 from slipstream.kernels.ops import available
 from slipstream.targets import HFTarget, description, linear as products, masks
 from slipstream.targets.decoder import Undescribed
+from slipstream.targets.decoder_target import DecoderTarget
 from slipstream.targets.description import ModelDecoder
 from slipstream.targets.executor_torch import Layers
 from tiny import FAMILIES, GROUPED, MIXED, SHAPE, build
@@ -94,7 +95,11 @@ def test_torch_operations_say_what_the_familys_own_modules_do(family, exact, dty
     slots."""
     monkeypatch.setattr(products, "packs", lambda *_: False)
     if dtype == torch.float64:  # for which there is no attention over lists
-        how = lambda self, *given: masks.dense(*given[:3], self.windows, given[3], self.dtype)  # noqa: E731
+        lists = DecoderTarget._masks
+
+        def how(self, layout, positions, cache, nodes, depth):
+            return masks.dense(lists(self, layout, positions, cache, nodes, depth), cache.view, self.dtype)
+
         monkeypatch.setattr(HFTarget, "_masks", how)
     model = build(DESCRIBED[family]).to(dtype)
     target, modules = HFTarget(deepcopy(model), name=family), HFTarget(deepcopy(model))

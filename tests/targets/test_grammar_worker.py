@@ -13,8 +13,8 @@ import pytest
 import tiny
 from slipstream import GrammarLimits, generate
 from slipstream.core.grammar import DeadEnd
-from slipstream.targets.grammar import SERVERS, _plain, read_grammar
-from slipstream.targets.grammar_worker import State, read_tokenizer
+from slipstream.targets.grammar import HOSTS, _plain, read_grammar
+from slipstream.targets.grammar_worker import MatcherState, read_tokenizer
 
 LETTER = {letter: i for i, letter in enumerate(tiny.LETTERS)}
 DEEP = 4000  # 2,500 end a process whose stack has 8 MiB
@@ -30,7 +30,7 @@ def read(kind: str, source: object, **limits):
 
 
 def server():
-    (made,) = SERVERS[tiny.target("llama")].values()
+    (made,) = HOSTS[tiny.target("llama")].values()
     return made
 
 
@@ -110,7 +110,7 @@ def test_long_forced_text_costs_no_more_a_token():
             return getattr(self.matcher, name)
 
     text = "ab" * 500
-    state = State(Counted(llguidance.LLMatcher(words, llguidance.LLMatcher.grammar_from_regex(text))))
+    state = MatcherState(Counted(llguidance.LLMatcher(words, llguidance.LLMatcher.grammar_from_regex(text))))
     for letter in text:
         (first, *_), bits = state.look(target.vocab, frozenset([tiny.EOS]))
         assert (first, bits) == (LETTER[letter], b"")

@@ -83,7 +83,7 @@ def check(layout: TreeLayout, cache: KVCache, nodes: int, depth: int) -> None:
     """Both forms say the rule's, for every type of attention, and alone for one type."""
     positions = cache.lengths[:, None] + layout.depths
     lists = key_lists(layout, positions, cache, WINDOWS, nodes, depth)
-    masks = dense(layout, positions, cache, WINDOWS, nodes, torch.float32)
+    masks = dense(lists, cache.view, torch.float32)
     assert lists.keys() == masks.keys() == WINDOWS.keys()
     for kind, window in WINDOWS.items():
         want = by_rule(layout, cache, nodes, window)
@@ -91,7 +91,7 @@ def check(layout: TreeLayout, cache: KVCache, nodes: int, depth: int) -> None:
         assert torch.equal(masks[kind], torch.zeros_like(masks[kind]).masked_fill(~want[:, None], -torch.inf))
         alone = {kind: window}
         assert torch.equal(key_lists(layout, positions, cache, alone, nodes, depth), lists[kind])
-        assert torch.equal(dense(layout, positions, cache, alone, nodes, torch.float32), masks[kind])
+        assert torch.equal(dense(lists[kind], cache.view, torch.float32), masks[kind])
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own trees", "one tree"])

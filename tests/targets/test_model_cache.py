@@ -17,7 +17,6 @@ from slipstream.targets import (
     load_target,
     model_cache,
     models,
-    quantized_cache,
 )
 from slipstream.targets.cached_target import TARGET
 
@@ -28,13 +27,13 @@ TOKENS = torch.arange(1, 12)[None]
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of models whose weights were rounded."""
-    names, rounded = list[str](), quantized_cache.quantised
+    names, rounded = list[str](), models.quantised
 
     def quantised(model, kind, name):
         names.append(name)
         return rounded(model, kind, name)
 
-    monkeypatch.setattr(quantized_cache, "quantised", quantised)
+    monkeypatch.setattr(models, "quantised", quantised)
     return names
 
 
@@ -94,7 +93,7 @@ def test_other_contents_dtypes_and_kinds_are_other_models(unchecked, tmp_path, h
     assert len(made) == 4
 
 
-@pytest.mark.parametrize("file", [model_cache.WEIGHTS, model_cache.LAYERS, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("file", [model_cache.WEIGHTS, "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("left", [0, 100])
 def test_a_damaged_copy_is_made_again(unchecked, tmp_path, home, made, file, left):
     name = saved("llama", tmp_path / "model")
@@ -111,12 +110,13 @@ def test_a_damaged_copy_is_made_again(unchecked, tmp_path, home, made, file, lef
 
 def test_what_would_be_read_otherwise_is_not_kept(unchecked, tmp_path, home, made, monkeypatch):
     """A copy that lost something is compared with the model before anyone reads it."""
-    write = model_cache.save
+    write = torch.save
 
-    def wrongly(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, Any]:
-        return write({name: tensor * ("norm" not in name) for name, tensor in tensors.items()}, file)
+    def wrongly(record: dict[str, Any], file: Path) -> None:
+        tensors = {name: x * ("norm" not in name) for name, x in record.get("tensors", {}).items()}
+        write(record | {"tensors": tensors}, file)
 
-    monkeypatch.setattr(model_cache, "save", wrongly)
+    monkeypatch.setattr(torch, "save", wrongly)
     name = saved("llama", tmp_path / "model")
     load_target(name, "float32", quantize="int8")
     assert [path for path in home.iterdir() if path.name != model_cache.DIGESTS] == []
@@ -148,7 +148,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(unchecked, tmp_path, monkeyp
 def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A file that holds a tiny Qwen 2."""
 
-    def read_gguf(file: Path, dtype: torch.dtype) -> quantized_cache.Loaded:
+    def read_gguf(file: Path, dtype: torch.dtype) -> models.Loaded:
         return deepcopy(tiny.reference("qwen2")).to(dtype), tiny.tokenizer()
 
     monkeypatch.setattr(models, "read_gguf", read_gguf)
@@ -162,7 +162,7 @@ def test_a_gguf_file_is_kept_once(unchecked, home, made, gguf):
     for _ in range(2):
         load_target(gguf, "float32", quantize="int8")
     (copy,) = models_in(home)
-    assert json.loads((copy / model_cache.LAYERS).read_text())["origin"]["quantize"] == "int8"
+    assert torch.load(copy / model_cache.WEIGHTS)["origin"]["quantize"] == "int8"
     assert len(made) == 1
 
 

@@ -61,8 +61,8 @@ def entries(kinds: Sequence[str] = (), unused_since: float = math.inf) -> list[C
 def _paths(kind: str) -> list[Path]:
     home = cache_home()
     if kind == "models":  # NAME-HASH
-        files = home.glob(f"*-{'[0-9a-f]' * 16}/*.json")
-        return [path.parent for path in files if path.name in ("config.json", "target.json")]
+        files = home.glob(f"*-{'[0-9a-f]' * 16}/*")  # target.json: of earlier versions
+        return [path.parent for path in files if path.name in ("config.json", "target.json", "target.pt")]
     if kind in ("features", "fetched", "tuned"):
         return [] if (home / kind).is_symlink() else list((home / kind).glob("*"))
     return [home / "costs.json", home / "rounds.json"] if kind == "costs" else [home / kind]

@@ -1,8 +1,5 @@
-"""Attention and products in which a row's bits do not depend on its neighbours.
-
-On the CPU they are `csrc/ops.cpp`, which `build` compiles once for a processor. Where there is no C++
-compiler, targets go without them. On a GPU Triton compiles them (`triton.py`).
-"""
+"""Attention and products in which a row's bits do not depend on its neighbours: on the CPU `csrc/ops.cpp`,
+which `build` compiles once for a processor where there is a C++ compiler, on a GPU by `triton.py`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -108,17 +105,6 @@ def panels(weight: Real[Tensor, "N K"]) -> Real[Tensor, "panels K16 32"]:
     return torch.ops.slipstream.kept(whole.view(-1, 32, whole.shape[1]).transpose(1, 2).contiguous())
 
 
-def int8_rows(
-    tiles: Int8[Tensor, "panels steps 2 16 16 4"],
-    scales: Float[Tensor, " N"],
-    which: Int[Tensor, "*n"],
-    K: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "*n K"]:
-    """Some rows of a weight that `int8_tiles` packed, times their scales."""
-    return torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
-
-
 def tiled_linear(
     x: Float[Tensor, "*n K"], tiles: Tensor, scales: Float[Tensor, " N"]
 ) -> Float[Tensor, "*n N"]:
@@ -127,9 +113,8 @@ def tiled_linear(
 
     A weight of 8 bits is multiplied by rows of 8 bits: each is rounded by a scale of its own, its largest
     magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32. In
-    panels weights of 8 bits are multiplied by rows as they are, and added up in fp32 in their order. With
-    a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
-    in fp32 in their order.
+    panels weights of 8 bits are multiplied by rows as they are, and added up in fp32 in their order. With a
+    weight of 4 bits each group of 32 numbers of a row has a scale, and its exact sums are added up like that.
     """
     return torch.ops.slipstream.tiled_linear(x, tiles, scales)
 
@@ -202,11 +187,6 @@ def attention(
     """
     ops = torch.ops.slipstream
     return (ops.attention_cuda if q.is_cuda else ops.attention)(q, k, v, keys, scale, cap, sinks)
-
-
-def widened(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """bf16 as float32, by the threads of our products."""
-    return torch.ops.slipstream.widened(x)
 
 
 def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:

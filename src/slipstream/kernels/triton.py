@@ -3,9 +3,8 @@
 Every sum has one order, which depends on nothing but what is summed. A product runs over all of K in one
 program, in halves by instructions that take 16 numbers at a time. Its tiles follow the number of rows there,
 because instructions of all sizes add up alike: on an H100 products by 32 tiles, of `wgmma` and `mma.sync`,
-agreed in all bits, and a target tries it (`targets.alike`). In fp32 tiles have one size. Attention takes a
-row's keys in blocks, counted from its own first key, and adds up the parts of `SPLIT` keys in their order.
-"""
+agreed in all bits, and a target tries it (`targets.batch_invariance`). In fp32 tiles have one size. Attention
+takes a row's keys in blocks from its own first key, and adds up the parts of `SPLIT` keys in their order."""
 
 from collections.abc import Sequence
 from typing import Any, no_type_check

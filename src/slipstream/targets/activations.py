@@ -37,9 +37,7 @@ def _parts(numbers: int, threads: int) -> int:
 
 def aligned(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`function`, which takes each number for itself, of x, and of zeros behind it where parts need them.
-
-    Graphs and autograd keep the function as it is.
-    """
+    Graphs and autograd keep the function as it is."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return function(x, *args, **kwargs)
     n, x = x.numel(), x.contiguous()

@@ -80,7 +80,7 @@ def own_parts(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
         own_activations(model)
 
 
-class Calls(TorchFunctionMode):
+class OwnFunctions(TorchFunctionMode):
     """Inside, torch's linear, attention and means of rows are ours, for modules that call them directly, such
     as experts and norms."""
 
@@ -101,6 +101,6 @@ class Calls(TorchFunctionMode):
 
 
 def called_directly(model: nn.Module, config: Any) -> bool:
-    """Whether a model needs `Calls`: it has weights of three dimensions, as experts, its own sdpa, or is on
-    a GPU, for its norms."""
+    """Whether a model needs `OwnFunctions`: it has weights of three dimensions, as experts, its own sdpa, or
+    is on a GPU, for its norms."""
     return config.model_type in OWN_SDPA or any(p.dim() > 2 or p.is_cuda for p in model.parameters())

@@ -1,7 +1,6 @@
 """Targets in the user's cache as descriptions, which start without Hugging Face's modules: to import these
 takes more than a second, and to fill them as long."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import GenerationConfig
 
 from slipstream.core.target import Sizes
 from slipstream.core.tree import chain
-from slipstream.files import read_json
 from slipstream.kernels.weight_packing import packed_weight
 from slipstream.targets import model_cache
 from slipstream.targets.decoder import Decoder, DecoderConfig, Description, Rotary
@@ -24,7 +22,7 @@ from slipstream.targets.linear import Packed, own_products, packed_copy
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantized import Quantised, QuantisedEmbedding, QuantisedLinear, linear_of
 
-TARGET, PARTS = "target.json", "parts.bin"
+TARGET = "target.pt"
 MOST = 2**26  # bytes of parts that are no tensor of the model, such as norms in float32
 FACTS = ("fingerprint", "source", "vocab", "width", "window", "windows", "scale", "cap", "_weights")
 
@@ -36,14 +34,9 @@ def _of_modules(name: str) -> Any:
 
 @final
 class CachedTarget(DecoderTarget):
-    """A target on the CPU of what `write` wrote. Where somebody asks for what only modules can say, such as
-    `model`, it becomes the `HFTarget` that was written.
-
-    Args:
-        place: a directory that `write` filled.
-        weights: the model's tensors by name, in the precision `dtype`.
-        modules: makes the `HFTarget`.
-    """
+    """A target on the CPU of a directory that `write` filled, and of the model's tensors by name. Where
+    somebody asks for what only modules can say, such as `model`, it becomes the `HFTarget` that `modules`
+    makes."""
 
     def __init__(
         self,
@@ -54,16 +47,13 @@ class CachedTarget(DecoderTarget):
         dtype: torch.dtype,
         quantize: str | None,
     ) -> None:
-        record = read_json(place / TARGET, "cache")
-        parts, own = model_cache.mapped(place / PARTS, record["places"]), dict[str, Tensor]()
+        record, own = model_cache.mapped(place / TARGET), dict[str, Tensor]()
 
-        def tensor(ref: list[str] | None) -> Any:
-            if ref is None:
-                return None
-            kind, key = ref
-            if kind == "part":
-                return parts[key]
-            if kind == "packed":
+        def tensor(stored: Any) -> Any:
+            if not isinstance(stored, tuple):
+                return stored
+            key, is_packed = stored
+            if is_packed:
                 return packed_weight(weights(key))
             if key not in own:  # a copy: the user's own files may be written again
                 own[key] = weights(key) if quantize else weights(key).clone()
@@ -74,26 +64,19 @@ class CachedTarget(DecoderTarget):
         self._ours, self._modules, self._record = True, modules, record
         vars(self).update(record["facts"])
         self.sizes = Sizes(**record["sizes"])
-        embed, head = record["embed"], record["head"]
-        if embed["width"] is None:
-            self.embed = Embedding(tensor(embed["weight"]), tensor(embed["factor"]))
+        embedding, scales, width, _, factor = map(tensor, record["embed"])
+        self.embed = Embedding(embedding, factor)
+        if width is not None:
+            self.embed = QuantisedEmbedding(embedding, scales, width, dtype, factor)
+        head, scales, width, bias, _ = map(tensor, record["head"])
+        if width is not None:
+            self._head = QuantisedLinear(head, scales, width, dtype, bias)
         else:
-            quantised = tensor(embed["weight"]), tensor(embed["scales"]), embed["width"], dtype
-            self.embed = QuantisedEmbedding(*quantised, tensor(embed["factor"]))
-        if head["width"] is None:
-            self._head = linear_of(tensor(head["weight"]), tensor(head["bias"]))
+            self._head = linear_of(head, bias)
             own_products(self._head, dtype, self.device)
-        else:
-            quantised = tensor(head["weight"]), tensor(head["scales"]), head["width"], dtype
-            self._head = QuantisedLinear(*quantised, tensor(head["bias"]))
-        description = Description(
-            DecoderConfig(**record["kind"]),
-            list(map(tensor, record["parts"])),
-            record["which"],
-            [Rotary(tensor(ref), *rest) for ref, *rest in record["rotary"]],
-            record["types"],
-            record["factor"],
-        )
+        kind, parts, which, rotary, *more = record["description"]
+        turns = [Rotary(tensor(frequencies), *rest) for frequencies, *rest in rotary]
+        description = Description(DecoderConfig(**kind), list(map(tensor, parts)), which, turns, *more)
         self._decoder: Decoder | None = Decoder(description)
         self._generation_config = GenerationConfig.from_pretrained(place)
         self.text = None
@@ -156,34 +139,34 @@ class Embedding(nn.Module):
 
 
 def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> None:
-    """Fill a directory with what `CachedTarget` reads beside the model's own tensors. Raises ValueError where
-    the layers are not described or have experts, or where what is `read` again differs."""
+    """Fill a directory with what `CachedTarget` reads beside the model's own tensors. Raises ValueError: the
+    layers are not described or have experts, or what is `read` again differs."""
     description = None if target.decoder is None else target.decoder.description
     if description is None or description.kind.chosen:
         raise ValueError("its passes run through modules")
-    places, parts = dict[Any, list[str]](), dict[str, Tensor]()
+    places = dict[Any, Any]()  # a name among the model's tensors, and whether packed; or a tensor of its own
     for name, module in target.shadow_model.named_modules():
         buffers = module._buffers if isinstance(module, Quantised) else {}  # others stand in no file
         for own, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is not None:
-                places.setdefault(_key(tensor), ["weight", f"{name}.{own}"])
+                places.setdefault(_key(tensor), (f"{name}.{own}", False))
         if type(module) is Packed:
-            places.setdefault(_key(packed_copy(module)[0]), ["packed", f"{name}.weight"])
+            places.setdefault(_key(packed_copy(module)[0]), (f"{name}.weight", True))
 
-    def ref(tensor: Tensor | None) -> list[str] | None:
-        if tensor is None:
-            return None
-        if _key(tensor) not in places:
-            places[_key(tensor)] = ["part", str(len(parts))]
-            parts[str(len(parts))] = tensor
-        return places[_key(tensor)]
+    def ref(tensor: Tensor | None) -> Any:
+        if tensor is not None and _key(tensor) not in places:
+            places[_key(tensor)] = model_cache.apart(tensor)
+        return None if tensor is None else places[_key(tensor)]
 
-    def described(module: Any) -> dict[str, Any]:
-        factor = getattr(module, "factor", getattr(module, "embed_scale", None))
-        tensors = {name: getattr(module, name, None) for name in ("weight", "scales", "bias")}
-        tensors["factor"] = None if factor is None else torch.as_tensor(factor)
-        return {"width": getattr(module, "width", None)} | {name: ref(x) for name, x in tensors.items()}
+    def stored(module: Any) -> tuple[Any, ...]:
+        names = ("weight", "scales", "width", "bias", "factor")
+        weight, scales, width, bias, factor = (getattr(module, name, None) for name in names)
+        if hasattr(module, "embed_scale"):
+            factor = torch.as_tensor(module.embed_scale)
+        return ref(weight), ref(scales), width, ref(bias), ref(factor)
 
+    kind, parts = asdict(description.kind), list(map(ref, description.parts))
+    rotary = [(ref(one.frequencies), one.factor, one.pairs) for one in description.rotary]
     tokenizer = None if target.text is None else target.text.tokenizer
     record = {
         "facts": {name: getattr(target, name) for name in FACTS},
@@ -191,21 +174,15 @@ def write(target: Any, place: Path, read: Callable[[Path], CachedTarget]) -> Non
         "config": target.described,
         "read_bytes": target.read_bytes,
         "exactness": target.exactness,
-        "embed": described(target.embed),
-        "head": described(target._head),
-        "kind": asdict(description.kind),
-        "parts": list(map(ref, description.parts)),
-        "which": description.which,
-        "rotary": [(ref(one.frequencies), one.factor, one.pairs) for one in description.rotary],
-        "types": description.windows,
-        "factor": description.factor,
+        "embed": stored(target.embed),
+        "head": stored(target._head),
+        "description": (kind, parts, description.which, rotary, description.windows, description.factor),
         "tokenizer": tokenizer and type(tokenizer).__name__,
     }
-    if sum(part.nbytes for part in parts.values()) > MOST:
+    if sum(part.nbytes for part in places.values() if isinstance(part, Tensor)) > MOST:
         raise ValueError("its parts are no tensors of the model")
     place.mkdir()
-    record["places"] = model_cache.save(parts, place / PARTS)
-    (place / TARGET).write_text(json.dumps(record), "utf-8")
+    torch.save(record, place / TARGET)
     target.generation_config.save_pretrained(place)
     if tokenizer is not None:
         tokenizer.save_pretrained(place)

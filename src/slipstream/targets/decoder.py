@@ -1,5 +1,4 @@
-"""Decoder layers as a description, and their execution: on the CPU by one call of our kernels for all layers
-(csrc/decoder.h)."""
+"""Decoder layers as a description, which one call of our kernels executes on the CPU (csrc/decoder.h)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,45 +36,29 @@ class Undescribed(Exception):
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What all layers have in common.
-
-    Attributes:
-        heads, kv_heads, head_dim: of attention.
-        scale, cap: of its scores, see `kernels.ops.attention`.
-        activation: a key of `ACTIVATIONS`; "clamped" is gpt-oss's, by `alpha` and `limit`.
-        read: 3 matrices for queries, keys and values, or one for all.
-        up: 2 matrices for gate and up of the MLP, or one for both; one if it is not `gated`.
-        parallel: the MLP reads what attention reads.
-        centred: norms take the mean away first, as LayerNorm does.
-        whole: norms of queries and keys are of all heads together.
-        by_head: one matrix reads a head's queries, keys and values, and then the next head's.
-        pairs: angles turn neighbouring numbers, and not halves.
-        chosen: experts of each row; their weights add up to 1 if they are `shared`.
-        eps, head_eps: of norms, and of those of queries and keys.
-        more: what the weights of norms lack.
-    """
+    """What all layers have in common."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float
-    activation: str
-    eps: float
+    scale: float  # of attention's scores, as `cap`: see `kernels.ops.attention`
+    activation: str  # a key of `ACTIVATIONS`; "clamped" is gpt-oss's, by `alpha` and `limit`
+    eps: float  # of norms
     cap: float = 0.0
-    head_eps: float = 0.0
-    read: int = 3
-    up: int = 2
+    head_eps: float = 0.0  # of norms of queries and keys
+    read: int = 3  # matrices for queries, keys and values, or one for all
+    up: int = 2  # matrices for gate and up of the MLP, or one for both; one if it is not `gated`
     gated: bool = True
-    parallel: bool = False
-    centred: bool = False
-    whole: bool = False
-    by_head: bool = False
-    pairs: bool = False
-    chosen: int = 0
-    shared: bool = False
+    parallel: bool = False  # the MLP reads what attention reads
+    centred: bool = False  # norms take the mean away first, as LayerNorm does
+    whole: bool = False  # norms of queries and keys are of all heads together
+    by_head: bool = False  # one matrix reads a head's queries, keys and values, and then the next head's
+    pairs: bool = False  # angles turn neighbouring numbers, and not halves
+    chosen: int = 0  # experts of each row
+    shared: bool = False  # their weights add up to 1
     alpha: float = 1.0
     limit: float = 0.0
-    more: float = 0.0
+    more: float = 0.0  # what the weights of norms lack
 
     def layers(self, parts: Sequence[Tensor | None], which: Sequence[int]) -> Callable[..., list[Tensor]]:
         """`Decoder.run` of csrc/decoder.h, with what its constructor takes. Raises Undescribed where the
@@ -94,43 +77,28 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, by its modules.
+    """One layer, by its modules."""
 
-    Attributes:
-        read, o, up, down: linear layers, see `DecoderConfig`; `mlp` holds up and down, or experts.
-        norms: before attention, after it, before the MLP, after it.
-        heads: norms of queries and keys.
-        factor: of what attention and the MLP add.
-        sinks: see `kernels.ops.attention`.
-        angles, window: which of a pass's it takes; -1: no angles.
-    """
-
-    read: Sequence[nn.Module]
+    read: Sequence[nn.Module]  # linear layers, see `DecoderConfig`, as `o`, `up` and `down`
     o: nn.Module
-    mlp: Any
+    mlp: Any  # holds up and down, or experts
     up: Sequence[nn.Module]
     down: Any
-    norms: Sequence[nn.Module | None]
-    heads: Sequence[nn.Module | None]
-    factor: float
-    sinks: Tensor | None
-    angles: int
-    window: int
+    norms: Sequence[nn.Module | None]  # before attention, after it, before the MLP, after it
+    heads: Sequence[nn.Module | None]  # norms of queries and keys
+    factor: float  # of what attention and the MLP add
+    sinks: Tensor | None  # see `kernels.ops.attention`
+    angles: int  # which of a pass's it takes; -1: none
+    window: int  # which of a pass's it takes
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """cos and sin of the angles of positions.
+    """cos and sin of the angles of positions."""
 
-    Attributes:
-        frequencies: [D / 2] in float32.
-        factor: of cos and sin.
-        pairs: neighbouring numbers have the same angle, and not those at one place of both halves.
-    """
-
-    frequencies: Tensor
-    factor: float
-    pairs: bool
+    frequencies: Float[Tensor, " half"]  # float32
+    factor: float  # of cos and sin
+    pairs: bool  # neighbouring numbers have the same angle, and not those at one place of both halves
 
     def __call__(self, positions: Int[Tensor, "#B R"], dtype: torch.dtype) -> list[Float[Tensor, "#B R D"]]:
         """cos and sin, rounded to the precision of the states."""
@@ -141,23 +109,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Description:
-    """Layers and the norm after them, as `Decoder` takes them.
-
-    Attributes:
-        kind: what all layers have in common.
-        parts: of each layer, and then of the last norm, in the order of csrc/decoder.h.
-        which: of each layer its rotary positions, or -1, its window, and its number of experts.
-        rotary: one, or one for each type of attention.
-        windows: the types of attention, see `support.attention_windows`.
-        factor: of embeddings.
-    """
+    """Layers and the norm after them, as `Decoder` takes them."""
 
     kind: DecoderConfig
-    parts: Sequence[Tensor | None]
-    which: Sequence[int]
-    rotary: Sequence[Rotary]
-    windows: Sequence[str]
-    factor: float = 1.0
+    parts: Sequence[Tensor | None]  # of each layer, and then of the last norm, in the order of csrc/decoder.h
+    which: Sequence[int]  # of each layer its rotary positions, or -1, its window, and its number of experts
+    rotary: Sequence[Rotary]  # one, or one for each type of attention
+    windows: Sequence[str]  # the types of attention, see `support.attention_windows`
+    factor: float = 1.0  # of embeddings
 
 
 class Decoder:
@@ -175,11 +134,8 @@ class Decoder:
         cache: KVCache,
         taken: Sequence[int],
     ) -> tuple[Float[Tensor, "B R H"], dict[int, Float[Tensor, "B R H"]]]:
-        """The final states, and the inputs of the layers of these numbers. The cache gets keys and values.
-
-        Args:
-            lists: see `masks.key_lists`.
-        """
+        """The final states under `masks.key_lists`, and the inputs of the layers of these numbers. The cache
+        gets keys and values."""
         description = self.description
         x = embedded if description.factor == 1 else embedded * description.factor
         cos, sin = map(list, zip(*(rotary(positions, x.dtype) for rotary in description.rotary), strict=True))

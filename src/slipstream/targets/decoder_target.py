@@ -1,7 +1,7 @@
 """A target whose passes one call of our kernels executes, by a description of its layers."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
@@ -16,11 +16,9 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Tree, TreeLayout, chain
-from slipstream.kernels import ops
 from slipstream.kernels.weight_packing import EIGHT
 from slipstream.machine import where
 from slipstream.targets.decoder import Decoder
-from slipstream.targets.hidden_states import index_of, side_by_side
 from slipstream.targets.linear import own_products
 from slipstream.targets.masks import Masks, Windows, key_lists
 from slipstream.targets.prompts import HFText
@@ -109,27 +107,27 @@ class DecoderTarget(Target):
         cache.reserve(tree.rows)
         # Only padding lies beyond the window.
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
-        tokens = tree.tokens.clamp(min=0)
+        tokens, inputs = tree.tokens.clamp(min=0), dict[str, Any](position_ids=positions)
         if tree.probes is None:
-            inputs = {"input_ids": tokens}
+            inputs["input_ids"] = tokens
         else:
             vectors, hosts = tree.probes
             embedded = self._whole_embed(tokens)
             probes = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
-            inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
-        keep: int | Tensor = 0
+            inputs["inputs_embeds"] = torch.cat([embedded, probes], 1)
+        keep: Tensor | None = None
         if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
             # One row by its index: sliced states are not contiguous, and each text would copy the head.
             keep = keep if len(keep) else positions.new_zeros(1)
         each_host = 0 if tree.probes is None else len(tree.probes.vectors)
         depth = 0 if tree.is_chain and not each_host else tree.depth + 1 + each_host
-        mask = self._masks(layout, positions, cache, tree.nodes, depth)
+        inputs["attention_mask"] = self._masks(layout, positions, cache, tree.nodes, depth)
         began = perf_counter()
-        logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
+        logits, features = self._pass(inputs, cache, keep, tuple(taps))
         seconds = perf_counter() - began
-        if rows is not None:
-            at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
+        if rows is not None and keep is not None:
+            at = torch.searchsorted(keep, rows)
             logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
         return Output(logits, features, seconds)
 
@@ -141,26 +139,22 @@ class DecoderTarget(Target):
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
         mask = self._masks(layout, positions, cache, tokens.shape[1], layout.visible.shape[2])
         own = positions[:, after:].expand(len(tokens), -1)
-        return self._pass({"input_ids": tokens.clamp(min=0)}, own, mask, cache, 0, ())[0]
+        inputs = {"input_ids": tokens.clamp(min=0), "position_ids": own, "attention_mask": mask}
+        return self._pass(inputs, cache, None, ())[0]
 
     def _pass(
-        self,
-        inputs: dict[str, Tensor],
-        positions: Int[Tensor, "B R"],
-        mask: Masks,
-        cache: KVCache,
-        keep: int | Tensor,
-        taps: tuple[str, ...],
+        self, inputs: dict[str, Any], cache: KVCache, keep: Tensor | None, taps: tuple[str, ...]
     ) -> tuple[Float[Tensor, "B K V"], Features]:
-        """The logits of the rows to keep, in float32 at least, and the features of all rows."""
+        """The logits of the rows to keep (None: all), in float32 at least, and the features of all rows, by
+        inputs under Hugging Face's names."""
         with self.lock:
             if (decoder := self.decoder) is None:
                 raise ValueError(self._released)
-            tokens = inputs.get("input_ids")
-            embedded = inputs["inputs_embeds"] if tokens is None else self.embed(tokens)
-            blocks = {tap: index_of(tap, self.layers) for tap in taps if tap.startswith(INPUT)}
+            embedded = self.embed(inputs["input_ids"]) if "input_ids" in inputs else inputs["inputs_embeds"]
+            blocks = {tap: block_of(tap, self.layers) for tap in taps if tap.startswith(INPUT)}
+            positions, mask = inputs["position_ids"], inputs["attention_mask"]
             final, states = decoder(embedded, positions, mask, cache, list(blocks.values()))
-            logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
+            logits = self._to_logits(final if keep is None else final[:, keep])
             by_tap = {FINAL: final, **{tap: states[block] for tap, block in blocks.items()}}
             return logits, side_by_side(taps, by_tap, cache, self.layers)
 
@@ -215,7 +209,26 @@ class DecoderTarget(Target):
         return key_lists(layout, positions, cache, self.windows, nodes, depth)
 
 
+def block_of(tap: str, blocks: int) -> int:
+    """The block that a tap names. Raises ValueError."""
+    name, _, block = tap.rpartition(" ")
+    if f"{name} " in (INPUT, CACHE) and block.isdecimal() and int(block) < blocks:
+        return int(block)
+    raise ValueError(
+        f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{blocks - 1}', '{CACHE}0' to "
+        f"'{CACHE}{blocks - 1}'"
+    )
+
+
+def side_by_side(taps: Sequence[str], states: Mapping[str, Tensor], cache: KVCache, blocks: int) -> Features:
+    """States by tap, and what a pass wrote to its cache; None without taps. Raises ValueError for a tap that
+    there is not."""
+    parts = [states[tap] if tap in states else cache.written(block_of(tap, blocks)) for tap in taps]
+    return torch.cat(parts, -1) if parts else None
+
+
 def _widened(product: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """A product, in float32 where it is bf16: an LM head may be cast."""
+    """A product, in float32 where it is bf16, by the threads of our products: an LM head may be cast."""
     out = product(*args)
-    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else ops.widened(out)
+    is_kept = torch.is_grad_enabled() or out.dtype != torch.bfloat16
+    return out if is_kept else torch.ops.slipstream.widened(out)

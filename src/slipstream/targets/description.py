@@ -1,9 +1,6 @@
-"""A model's layers as a description, which is read from Hugging Face's configuration and modules. One call of
-our kernels executes it on the CPU, and torch elsewhere.
-
-Families of models differ in little: norms and where they stand, biases, rotary positions, windows,
-activations, merged projections.
-"""
+"""A model's layers as a description, which is read from Hugging Face's configuration and modules. Families of
+models differ in little: norms and where they stand, biases, rotary positions, windows, activations, merged
+projections."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,25 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.machine import available_memory
-from slipstream.targets import linear
+from slipstream.targets import decoder, linear
 from slipstream.targets.decoder import (
-    NO_MATRIX,
     Decoder,
     DecoderConfig,
     Description,
     Layer,
-    Rotary,
     Undescribed,
     Weights,
     eps_of,
-    matrix,
-    norm,
-    stored,
 )
 from slipstream.targets.executor_torch import Layers
-from slipstream.targets.layer_subset import between, decoder_of
-from slipstream.targets.shadow_model import LOOKS, Blocks, CompiledForward
+from slipstream.targets.shadow_model import Blocks, CompiledForward, Taps
 
+BEFORE = "input_layernorm", None, "post_attention_layernorm", None
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 HEADS = "q_norm", "k_norm"
@@ -40,29 +32,19 @@ PANEL = 32  # columns of a weight in tiles
 
 @dataclass(frozen=True)
 class Family:
-    """What the layers of some model types are made of, by the names of their modules.
+    """What the layers of some model types are made of, by the names of their modules."""
 
-    Attributes:
-        norms: before attention, after it, before the MLP, after it.
-        read: queries, keys and values, or all of them.
-        up: gate and up of an MLP, both in one, or up alone where it is not `gated`.
-        more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
-        final: the norm after all layers.
-        parallel: the MLP always reads what attention reads.
-        by_head, pairs, clamped: see `DecoderConfig`.
-    """
-
-    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    read: tuple[str, ...] = SPLIT
-    up: tuple[str, ...] = GATED
+    norms: tuple[str | None, ...] = BEFORE  # as in `Layer`
+    read: tuple[str, ...] = SPLIT  # queries, keys and values, or all of them
+    up: tuple[str, ...] = GATED  # gate and up of an MLP, both in one, or up alone where it is not `gated`
     down: str = "down_proj"
     gated: bool = True
-    more: float = 0.0
+    more: float = 0.0  # what a norm's weight lacks, 1 where it is stored as its distance from 1
     attention: str = "self_attn"
     o: str = "o_proj"
-    final: str = "norm"
-    parallel: bool = False
-    by_head: bool = False
+    final: str = "norm"  # after all layers
+    parallel: bool = False  # the MLP always reads what attention reads
+    by_head: bool = False  # as in `DecoderConfig`, like `pairs` and `clamped`
     pairs: bool = False
     clamped: bool = False
 
@@ -90,40 +72,29 @@ HUGGING_FACE = "transformers.models."
 
 
 class ModelDecoder(Decoder):
-    """The layers and the last norm of a model.
-
-    Args:
-        model: a causal LM. Packed copies of its weights are shared with its own linear layers.
-        blocks: its layers, or some of them.
-        windows: the types of attention, see `support.attention_windows`.
-        exact: on a GPU, too, no row's bits depend on its neighbours.
-
-    Raises:
-        Undescribed: its layers have something that no family here has.
-    """
+    """The layers, or some of them, and the last norm of a causal LM, whose linear layers share its packed
+    weights. `windows`: the types of attention; `exact`: on a GPU, too, no row's bits depend on its
+    neighbours. Raises Undescribed: its layers have something that no family here has."""
 
     def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str], exact: bool = True) -> None:
         super().__init__(*_described(model, blocks, windows, exact))
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        own = (blocks, *between(model, blocks).values())
-        self._weights = Weights(module for each in own for module in each.modules())
+        own = (blocks, *blocks.between(model).values())
+        self.weights = Weights(module for each in own for module in each.modules())
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody's hooks look into the model, but for ours, which see what a call returns."""
-        return any(not hasattr(hook, LOOKS) for hooks in self._hooks if hooks for hook in hooks.values())
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a weight was changed in place, or replaced, since it was packed."""
-        return self._weights.changed
+        """Whether somebody's hooks look into the model, but for those of `Taps`, which see what a call
+        returns."""
+        hooks = (hook for hooks in self._hooks if hooks for hook in hooks.values())
+        return any(getattr(hook, "__module__", None) != Taps.__module__ for hook in hooks)
 
 
 def _described(
     model: Any, blocks: Blocks, windows: Sequence[str], exact: bool
 ) -> tuple[Description, Callable[..., list[Tensor]] | None]:
     """A description, and what executes it where our kernels do not."""
-    config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
+    config = blocks.decoder_of(model).config  # of these layers, where they are some of a model's
     if (family := FAMILIES.get(config.model_type)) is None:
         raise Undescribed(f"a model of type {config.model_type}")
     if getattr(config, "clip_qkv", None):
@@ -132,7 +103,7 @@ def _described(
         raise Undescribed("no room for packed experts")
     _check_class(model)
     _check_forward(model)
-    others: dict[str, Any] = between(model, blocks)
+    others: dict[str, Any] = blocks.between(model)
     if {name for name in others if "dropout" not in name} != {"rotary_emb", family.final}:
         raise Undescribed(f"beside its layers {', '.join(others)}")
     kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
@@ -147,25 +118,20 @@ def _described(
     parts, run = list[Tensor | None](), None
     if linear.packs(final.weight.dtype, final.weight.device):
         parts = [part for layer in layers for part in _parts(layer, family)]
-        parts += norm(final, family.more)
+        parts += decoder.norm(final, family.more)
     else:
         run = Layers(decoder_config, layers, final, exact).run
-    description = Description(
-        kind=decoder_config,
-        parts=parts,
-        which=[n for layer in layers for n in (layer.angles, layer.window, _experts(layer.mlp))],
-        rotary=[_rotary(turned, turn, family) for turn in turns],
-        windows=windows,
-        factor=getattr(config, "embedding_multiplier", 1.0),
-    )
-    return description, run
+    which = [n for layer in layers for n in (layer.angles, layer.window, _experts(layer.mlp))]
+    rotary = [_rotary(turned, turn, family) for turn in turns]
+    factor = getattr(config, "embedding_multiplier", 1.0)
+    return Description(decoder_config, parts, which, rotary, windows, factor), run
 
 
-def _rotary(module: Any, kind: str, family: Family) -> Rotary:
-    """What a model's module says. `kind`: of attention, before the names of what it holds; "" where all types
-    have the same. Raises Undescribed where it says something else."""
+def _rotary(module: Any, kind: str, family: Family) -> decoder.Rotary:
+    """What a model's module says for a `kind` of attention, with which its names begin; "" where all have the
+    same. Raises Undescribed where it says something else."""
     frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
-    rotary = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
+    rotary = decoder.Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
     positions = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
     theirs = module(torch.empty(1, device=positions.device), positions, *[kind[:-1]][: bool(kind)])
     off = 0 if positions.device.type == "cpu" else 1e-3  # a GPU may multiply otherwise in matrices
@@ -212,8 +178,6 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     """The modules of a layer, of which nothing is left out."""
     mlp, attention = block.mlp, getattr(block, family.attention)
     experts = _experts(mlp)
-    for module in (block, attention, mlp, *((mlp.experts, _router(mlp)) if experts else ())):
-        _check_class(module)
     for module in block.modules():
         _check_forward(module)
     _check_parts(block, *filter(None, family.norms), family.attention, "mlp")
@@ -221,9 +185,13 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
     if experts:
         _check_parts(mlp, "experts", "gate", "router")
         _check_parts(mlp.experts, "act_fn")
+        _check_class(_router(mlp))
     else:
         _check_parts(mlp, *family.up, family.down, "act_fn", "act", "activation_fn")
     sinks = getattr(attention, "sinks", None)
+    # Cohere 2's attention turns queries and keys within a window alone.
+    windowed = getattr(attention, "sliding_window", None) is not None
+    turns = getattr(attention, "use_rope", windowed or "Cohere2" not in type(attention).__name__)
     return Layer(
         read=[getattr(attention, name) for name in family.read],
         o=getattr(attention, family.o),
@@ -234,7 +202,7 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
         heads=[getattr(attention, name, None) for name in HEADS],
         factor=getattr(block, "residual_multiplier", 1.0),
         sinks=None if sinks is None else sinks.detach().float(),
-        angles=turn if _turns(attention) else -1,
+        angles=turn if turns else -1,
         window=window,
     )
 
@@ -242,28 +210,22 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
 def _parts(layer: Layer, family: Family) -> Iterator[Tensor | None]:
     """What `Decoder` in csrc/decoder.h takes of a layer."""
     for read in layer.read:
-        yield from matrix(read)
-    yield from matrix(layer.o, layer.factor)
+        yield from decoder.matrix(read)
+    yield from decoder.matrix(layer.o, layer.factor)
     if experts := _experts(layer.mlp):
-        yield from NO_MATRIX * (len(family.up) + 1)
-        yield from stored(_router(layer.mlp).weight, getattr(_router(layer.mlp), "bias", None))
+        yield from decoder.NO_MATRIX * (len(family.up) + 1)
+        yield from decoder.stored(_router(layer.mlp).weight, getattr(_router(layer.mlp), "bias", None))
         for i in range(experts):
             yield from _expert(layer.mlp.experts, i)
     else:
         for up in layer.up:
-            yield from matrix(up)
+            yield from decoder.matrix(up)
         if family.gated and len(family.up) == 1 and layer.down.in_features % PANEL:
             raise Undescribed(f"gate and up in one, {layer.down.in_features} wide")
-        yield from matrix(layer.down, layer.factor)
+        yield from decoder.matrix(layer.down, layer.factor)
     for module in (*layer.norms, *layer.heads):
-        yield from norm(module, family.more)
+        yield from decoder.norm(module, family.more)
     yield layer.sinks
-
-
-def _turns(attention: Any) -> bool:
-    """Whether attention turns queries and keys: Cohere 2's does within a window alone."""
-    windowed = getattr(attention, "sliding_window", None) is not None
-    return bool(getattr(attention, "use_rope", windowed or "Cohere2" not in type(attention).__name__))
 
 
 def _experts(mlp: Any) -> int:
@@ -279,12 +241,12 @@ def _expert(experts: Any, i: int) -> Iterator[Tensor | None]:
     both, down = experts.gate_up_proj[i], experts.down_proj[i]
     if not hasattr(experts, "gate_up_proj_bias"):
         for weight in (*both.chunk(2), down):
-            yield from stored(weight)
+            yield from decoder.stored(weight)
         return
     bias = experts.gate_up_proj_bias[i]
-    yield from stored(both.t()[::2], bias[::2])
-    yield from stored(both.t()[1::2], bias[1::2])
-    yield from stored(down.t(), experts.down_proj_bias[i])
+    yield from decoder.stored(both.t()[::2], bias[::2])
+    yield from decoder.stored(both.t()[1::2], bias[1::2])
+    yield from decoder.stored(down.t(), experts.down_proj_bias[i])
 
 
 def _check_class(module: nn.Module) -> None:
@@ -300,7 +262,8 @@ def _check_forward(module: nn.Module) -> None:
 
 
 def _check_parts(module: nn.Module, *known: str) -> None:
-    """Raise Undescribed for parts of a module that are not known, but for dropout."""
+    """Raise Undescribed as `_check_class`, and for parts of a module that are not known, but for dropout."""
+    _check_class(module)
     names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known}
     if names:
         raise Undescribed(f"{type(module).__name__} with {', '.join(sorted(names))}")

@@ -1,9 +1,6 @@
-"""Described layers as torch operations, for devices that our C++ does not run on. Weights, products and norms
-are those of the model's modules.
-
-A pass can be captured as a CUDA graph: nothing waits for the device, and no shape depends on a tensor's
-values.
-"""
+"""Described layers as torch operations, for devices that our C++ does not run on, by the weights, products
+and norms of the model's modules. A pass can be captured as a CUDA graph: nothing waits for the device, and no
+shape depends on a tensor's values."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -15,20 +12,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.targets.attention_patch import Calls, attend
+from slipstream.targets.attention_patch import OwnFunctions, attend
 from slipstream.targets.decoder import ACTIVATIONS, DecoderConfig, Layer, Undescribed, eps_of
 
 
 class Layers:
-    """What `DecoderConfig.layers` executes on a CPU.
-
-    Args:
-        final: the norm after all layers.
-        exact: a row's bits do not depend on its neighbours.
-
-    Raises:
-        Undescribed: the layers are a mixture of experts, or their activation is not known.
-    """
+    """What `DecoderConfig.layers` executes on a CPU, and the norm after all layers. `exact`: a row's bits do
+    not depend on its neighbours. Raises Undescribed: a mixture of experts, or an activation that is not
+    known."""
 
     def __init__(self, kind: DecoderConfig, layers: Sequence[Layer], final: nn.Module, exact: bool) -> None:
         activation = ACTIVATIONS.get(kind.activation, (0, None))[1]
@@ -38,10 +29,10 @@ class Layers:
         self._activation, self._final = activation, self._norm(final)
         self._norms = [[*map(self._norm, (*layer.norms, *layer.heads))] for layer in layers]
 
-    def _norm(self, module: Any) -> Callable[[Tensor], Tensor] | None:
+    def _norm(self, module: Any) -> Callable[[Tensor], Tensor]:
         """A norm's operation: torch's own is one launch, but what it adds up in which order is not known."""
         if module is None or isinstance(module, nn.Identity):
-            return None
+            return _unchanged
         if self._exact or self._kind.more or "RMSNorm" not in type(module).__name__:
             return module
         weight = module.weight
@@ -64,29 +55,22 @@ class Layers:
         turns = [[angle.to(x.dtype)[:, None] for angle in both] for both in zip(cos, sin, strict=True)]
         at = torch.arange(len(x), device=x.device)[:, None], slice(None), slots
         states = []
-        with Calls() if self._exact else nullcontext():
+        with OwnFunctions() if self._exact else nullcontext():
             for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
                 turn = turns[layer.angles] if layer.angles >= 0 else None
-
-                def attended(q: Tensor, k: Tensor, v: Tensor, i: int = i, layer: Layer = layer) -> Tensor:
-                    keys[i][at], values[i][at] = k.transpose(1, 2), v.transpose(1, 2)
-                    k, v = keys[i][:, :, :view], values[i][:, :, :view]
-                    how = masks[layer.window], self._kind.scale, self._kind.cap, layer.sinks
-                    return attend(layer.o, q, k, v, *how)[0].flatten(2)
-
-                x = self._added(layer, norms, x, turn, attended)
+                before, after, second, last, *heads = norms
+                normed = before(x)
+                q, k, v = self._read(layer, heads, normed, turn)
+                keys[i][at], values[i][at] = k.transpose(1, 2), v.transpose(1, 2)
+                how = masks[layer.window], self._kind.scale, self._kind.cap, layer.sinks
+                read = attend(layer.o, q, keys[i][:, :, :view], values[i][:, :, :view], *how)[0].flatten(2)
+                between = x + layer.factor * after(layer.o(read))
+                if not self._kind.parallel or second is not _unchanged:
+                    normed = second(x if self._kind.parallel else between)
+                x = between + layer.factor * last(layer.down(self._inner(layer, normed)))
                 if i in outputs:
                     states.append(x)
-            return [*states, x if self._final is None else self._final(x)]
-
-    def _added(self, layer: Layer, norms: Any, x: Tensor, turn: Any, attended: Any) -> Tensor:
-        """x with what attention and the MLP add."""
-        before, after, second, last, *heads = norms
-        normed = _by(before, x)
-        between = x + layer.factor * _by(after, layer.o(attended(*self._read(layer, heads, normed, turn))))
-        if not self._kind.parallel or second is not None:
-            normed = _by(second, x if self._kind.parallel else between)
-        return between + layer.factor * _by(last, layer.down(self._inner(layer, normed)))
+            return [*states, self._final(x)]
 
     def _read(self, layer: Layer, norms: Any, x: Tensor, turn: Any) -> list[Tensor]:
         """Queries, keys and values [B, heads, R, D]."""
@@ -97,14 +81,14 @@ class Layers:
             widths = [n * kind.head_dim for n in (kind.heads, kind.kv_heads, kind.kv_heads)]
             qkv = [*qkv[0].split(widths, -1)]
         if kind.whole:
-            qkv[:2] = map(_by, norms, qkv[:2])
+            qkv[:2] = (norm(x) for norm, x in zip(norms, qkv, strict=False))
         if not kind.by_head:
-            qkv = [each.unflatten(-1, (-1, kind.head_dim)) for each in qkv]
+            qkv = [x.unflatten(-1, (-1, kind.head_dim)) for x in qkv]
         if not kind.whole:
-            qkv[:2] = map(_by, norms, qkv[:2])
-        qkv = [each.transpose(1, 2) for each in qkv]
+            qkv[:2] = (norm(x) for norm, x in zip(norms, qkv, strict=False))
+        qkv = [x.transpose(1, 2) for x in qkv]
         if turn is not None:
-            qkv[:2] = (self._turned(each, *turn) for each in qkv[:2])
+            qkv[:2] = (self._turned(x, *turn) for x in qkv[:2])
         return qkv
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,5 +111,5 @@ class Layers:
         return self._activation(gate) * up
 
 
-def _by(norm: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+def _unchanged(x: Tensor) -> Tensor:
+    return x

@@ -1,9 +1,6 @@
-"""Read a GGUF file through transformers, and hold the file's own keys and tensors against the result.
-
-transformers' reader drops what it does not know without a word: another model then answers. Here every key
-and every tensor of the file is set, is known to change nothing, or is refused by name. What a key means is as
-llama.cpp has it (`src/llama-model.cpp`, `src/llama-vocab.cpp`, `src/models`).
-"""
+"""Read a GGUF file through transformers, whose reader drops what it does not know without a word: another
+model then answers. Here every key and every tensor of the file is set, is known to change nothing, or is
+refused by name, as llama.cpp has them (`src/llama-model.cpp`, `src/llama-vocab.cpp`, `src/models`)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,14 +15,10 @@ import gguf
 import numpy as np
 import torch
 import transformers
+import transformers.modeling_gguf_pytorch_utils as hf_gguf
 from gguf import GGUFReader, dequantize
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.files import first_line
@@ -34,9 +27,10 @@ from slipstream.targets.support import check_supported
 READS = Lock()  # one file at a time
 
 # The attribute of a Hugging Face configuration that holds what a key says: the first of these that it has.
+SAME = ("vocab_size", "attn_logit_softcapping", "final_logit_softcapping", "use_parallel_residual")
 ATTRIBUTES = {
+    **{name: (name,) for name in SAME},
     "context_length": ("max_position_embeddings",),
-    "vocab_size": ("vocab_size",),
     "block_count": ("num_hidden_layers",),
     "embedding_length": ("hidden_size",),
     "feed_forward_length": ("ffn_hidden_size", "n_inner", "intermediate_size"),
@@ -46,9 +40,6 @@ ATTRIBUTES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.layer_norm_epsilon": ("norm_epsilon", "norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "attention.sliding_window": ("sliding_window",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "use_parallel_residual": ("use_parallel_residual",),
     "expert_count": ("num_experts",),
     "expert_used_count": ("num_experts_per_tok",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
@@ -110,8 +101,7 @@ class Reader(GGUFReader):
 
 @contextmanager
 def opened(file: Path) -> Iterator[Reader]:
-    """A file's reader. transformers, which opens a file for its configuration, its tokenizer and its weights,
-    gets this one."""
+    """A file's reader, which transformers gets for its configuration, its tokenizer and its weights."""
 
     def reader_of(path: str, *_: Any) -> Reader:
         return reader if Path(path) == file else Reader(path)
@@ -174,11 +164,8 @@ def _check_file(keys: dict[str, Any], tensors: list[Any]) -> None:
 def _set_config(config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Set what the file says, and what llama.cpp takes where the file says nothing."""
     architecture = keys["general.architecture"]
-    own = {
-        name.removeprefix(f"{architecture}."): _single(name, value)
-        for name, value in keys.items()
-        if name.startswith(f"{architecture}.")
-    }
+    written = _below(keys, f"{architecture}.")
+    own = {name: _single(f"{architecture}.{name}", value) for name, value in written.items()}
     heads = own["attention.head_count"]
     neutral = {"attention.key_length": own["embedding_length"] // heads, "attention.head_count_kv": heads}
     own = neutral | own
@@ -206,6 +193,10 @@ def _set_config(config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> N
     _set_windows(config, architecture, own)
     if architecture != "gpt2":
         _set_rope(config, architecture, own, D, tensors.get("rope_freqs.weight"))
+
+
+def _below(keys: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in keys.items() if name.startswith(prefix)}
 
 
 def _single(name: str, value: Any) -> Any:
@@ -292,8 +283,8 @@ def _check_tensors(config: Any, keys: dict[str, Any], tensors: list[Any]) -> Non
     architecture = keys["general.architecture"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    places, kind = get_gguf_hf_weights_map(model, processor), type(model).__name__
+    processor = hf_gguf.TENSOR_PROCESSORS.get(architecture, hf_gguf.TensorProcessor)(config=config.to_dict())
+    places, kind = hf_gguf.get_gguf_hf_weights_map(model, processor), type(model).__name__
     held = Counter[str]()
     for tensor in tensors:
         if tensor.name in places:
@@ -309,8 +300,7 @@ def _check_tensors(config: Any, keys: dict[str, Any], tensors: list[Any]) -> Non
 
 def _tokenizer(theirs: Any, keys: dict[str, Any]) -> PreTrainedTokenizerFast:
     """transformers' tokenizer, which splits, begins and ends text as the file says."""
-    prefix = "tokenizer.ggml."
-    own = {name.removeprefix(prefix): value for name, value in keys.items() if name.startswith(prefix)}
+    own = _below(keys, "tokenizer.ggml.")
     for name, value in own.items():
         if name not in TOKENIZER and not name.endswith("_token_id") and value:
             _refuse(f"its key tokenizer.ggml.{name} is {str(value)[:40]!r}, which is not known")

@@ -31,33 +31,29 @@ from slipstream.targets.prompts import HFText, check_readable
 LARGEST = 2**18  # characters of a grammar
 STUCK = 60  # seconds in which no answer comes: the process is held, not slow
 DEAD = "the grammar cannot go on"
+WRITING = threading.Lock()  # each that writes keeps Python from the thread that decodes
+HOSTS = weakref.WeakKeyDictionary[
+    Target, dict[tuple[int, ...], "GrammarHost"]
+]()  # by tokens that end an answer
+STARTING = threading.Lock()
 
 
 class Beyond(ValueError):
     """A grammar takes more than its limits."""
 
 
-class Matcher:
-    """A grammar in its own process, which ends with this.
-
-    Args:
-        server: holds the target's tokens.
-        gone: of a server, which has others waiting; once set, nobody waits for this grammar any more.
-
-    Raises:
-        Beyond: it cannot be read within the limits.
-        ValueError: it cannot be read.
-    """
+@final
+class LLGrammar(Grammar):
+    """A grammar that llguidance has read, in its own process, which ends with this. Raises Beyond where it
+    cannot be read within the limits, and ValueError where it cannot be read. `gone`: see `read_grammar`."""
 
     def __init__(
-        self, server: "Server", kind: str, text: str, limits: GrammarLimits, gone: threading.Event | None
+        self, host: "GrammarHost", kind: str, text: str, limits: GrammarLimits, gone: threading.Event | None
     ) -> None:
-        self._channel = server.connect()
+        self._channel, self.vocab, self.eos = host.connect(), host.vocab, frozenset(host.eos)
         self.ended = 0  # the signal that ended the process
-        self.vocab, self.eos = server.vocab, frozenset(server.eos)
         self.dropped: list[int] = []  # numbers of states that nobody holds any more
-        memory = round(limits.memory * 2**20)
-        self._channel.send((kind, text, limits.seconds, memory, gone is not None))
+        self._channel.send((kind, text, limits.seconds, round(limits.memory * 2**20), gone is not None))
         while not self._channel.poll(0.05):
             if gone is not None and gone.is_set():
                 self.close()
@@ -76,6 +72,9 @@ class Matcher:
     def close(self) -> None:
         """End the process, where the grammar is refused: the error holds this until the next collection."""
         self._channel.close()
+
+    def begin(self) -> GrammarState:
+        return LLWalk(self)
 
     def ask(self, number: int, token: int | None = None) -> Any:
         """What may follow in a state, or the number of the state after a token. Raises DeadEnd."""
@@ -96,89 +95,68 @@ class Matcher:
 
 def _beyond(ended: int, limits: GrammarLimits | None = None) -> str:
     """The limit that ended a process with this signal, while it read a grammar within limits, or answered."""
-    if ended == signal.SIGPROF and limits:
-        return f"takes more than {limits.seconds:g} s of processor time to read, which is the limit"
-    if ended == signal.SIGPROF:
-        return grammar_worker.SLOW
     if ended in (signal.SIGSEGV, signal.SIGBUS):
         return "is nested too deeply"
-    memory = f"{limits.memory:g} MiB of memory" if limits else "its limit of memory"
-    return f"takes more than {memory}" + (" to read, which is the limit" if limits else "")
+    is_time = ended == signal.SIGPROF
+    if limits is None:
+        return grammar_worker.SLOW if is_time else "takes more than its limit of memory"
+    most = f"{limits.seconds:g} s of processor time" if is_time else f"{limits.memory:g} MiB of memory"
+    return f"takes more than {most} to read, which is the limit"
 
 
 @final
 class LLWalk(GrammarState):
-    """A state of llguidance's; `matcher` is None where the text has ended, as tokens of `eos` do."""
+    """A state of a grammar's; `grammar` is None where the text has ended, as tokens of `eos` do."""
 
-    def __init__(self, matcher: Matcher | None, number: int = 0) -> None:
-        self._matcher, self._number = matcher, number
-        # drafts and verification ask for the same
-        self._behind: dict[int, GrammarState | None] = {}
+    def __init__(self, grammar: LLGrammar | None, number: int = 0) -> None:
+        self._grammar, self._number = grammar, number
+        self._next: dict[int, GrammarState | None] = {}  # drafts and verification ask for the same
 
     def __del__(self) -> None:
-        if self._matcher is not None and self._number:
-            self._matcher.dropped.append(self._number)
+        if self._grammar is not None and self._number:
+            self._grammar.dropped.append(self._number)
 
     @cached_property
     def _answer(self) -> tuple[list[int], bytes]:
         """Forced tokens, and which may follow."""
-        assert self._matcher is not None
-        return self._matcher.ask(self._number)
+        assert self._grammar is not None
+        return self._grammar.ask(self._number)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, " V"] | None:
-        if self._matcher is None:
+        if self._grammar is None:
             return None
         # By NumPy: torch would wake all its threads.
-        (forced, bits), vocab = self._answer, self._matcher.vocab
+        (forced, bits), vocab = self._answer, self._grammar.vocab
         if forced:
             mask = np.arange(vocab) == forced[0]
         else:
-            known = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab, bitorder="little")
-            mask = known.view(bool)
+            unpacked = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab, bitorder="little")
+            mask = unpacked.view(bool)
         if not mask.any():
             raise DeadEnd(f"{DEAD}: it allows no token behind what it led to")
         return torch.from_numpy(mask)
 
     @property
     def forced(self) -> list[int]:
-        return [] if self._matcher is None else self._answer[0]
+        return [] if self._grammar is None else self._answer[0]
 
     def advance(self, token: int) -> GrammarState | None:
-        if self._matcher is None:
+        if self._grammar is None:
             return self
-        if token not in self._behind:
-            self._behind[token] = self._step(self._matcher, token)
-        return self._behind[token]
-
-    def _step(self, matcher: Matcher, token: int) -> GrammarState | None:
-        if token in matcher.eos:
-            ends = self.allowed is not None and bool(self.allowed[token])
-            return LLWalk(None) if ends else None
-        number = matcher.ask(self._number, token)
-        return None if number is None else LLWalk(matcher, number)
+        if token not in self._next:
+            if token in self._grammar.eos:
+                ends = self.allowed is not None and bool(self.allowed[token])
+                self._next[token] = LLWalk(None) if ends else None
+            else:
+                number = self._grammar.ask(self._number, token)
+                self._next[token] = None if number is None else LLWalk(self._grammar, number)
+        return self._next[token]
 
 
-@final
-class LLGrammar(Grammar):
-    """A grammar that llguidance has read."""
-
-    def __init__(self, matcher: Matcher) -> None:
-        self._matcher = matcher
-
-    def begin(self) -> GrammarState:
-        return LLWalk(self._matcher)
-
-
-class Server:
-    """The process that holds a target's tokens, and forks one for each grammar. It ends with this one.
-
-    Args:
-        written: the target's tokenizer, as the process reads it.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+class GrammarHost:
+    """The process that holds a target's tokens, and forks one for each grammar. It ends with this one. Raises
+    ValueError: the tokenizer as it is `written` cannot be read there."""
 
     def __init__(self, written: Any, vocab: int, eos: list[int]) -> None:
         self.vocab, self.eos = vocab, eos
@@ -245,12 +223,11 @@ def read_grammar(
     eos = sorted(token for token in eos if token < target.vocab)
     if not eos:
         raise ValueError(f"{kind} needs a token that ends an answer: give eos_token_ids")
-    matcher = Matcher(_server(target, eos), kind, text, limits or GrammarLimits(), gone)
-    grammar = LLGrammar(matcher)
+    grammar = LLGrammar(_host(target, eos), kind, text, limits or GrammarLimits(), gone)
     try:
         _ = grammar.begin().allowed
     except DeadEnd as error:
-        matcher.close()
+        grammar.close()
         raise ValueError(f"{kind} cannot be read: it allows no text") from error
     return grammar
 
@@ -288,23 +265,18 @@ def _line(message: str) -> str:
     return "".join([*(lines or ["no reason is given"])[:1], *reasons[:1]]).replace("::", ":")[:200]
 
 
-WRITING = threading.Lock()  # each that writes keeps Python from the thread that decodes
-SERVERS = weakref.WeakKeyDictionary[Target, dict[tuple[int, ...], Server]]()  # by tokens that end an answer
-STARTING = threading.Lock()
-
-
-def _server(target: Target, eos: list[int]) -> Server:
+def _host(target: Target, eos: list[int]) -> GrammarHost:
     """The one of a target's tokens, started when the first grammar asks for it. Raises ValueError."""
     if not isinstance(target.text, HFText):
         raise ValueError(f"target {target.name} has no tokenizer: a grammar needs its tokens' text")
     with STARTING:
-        servers, key = SERVERS.setdefault(target, {}), tuple(eos)
-        if key not in servers or not servers[key].alive:
+        hosts, key = HOSTS.setdefault(target, {}), tuple(eos)
+        if key not in hosts or not hosts[key].alive:
             try:
-                servers[key] = Server(written(target.text), target.vocab, eos)
+                hosts[key] = GrammarHost(written(target.text), target.vocab, eos)
             except ValueError:  # its decoder is of another kind
-                servers[key] = Server(_plain(target.text, target.vocab, eos), target.vocab, eos)
-        return servers[key]
+                hosts[key] = GrammarHost(_plain(target.text, target.vocab, eos), target.vocab, eos)
+        return hosts[key]
 
 
 def written(text: HFText) -> str:

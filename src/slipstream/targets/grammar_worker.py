@@ -1,10 +1,8 @@
 """Grammars in processes of their own, so that none can stall or end the process that asks for it.
 
-Run as a script, this is a server that holds a tokenizer and forks a process for each grammar. That process
-reads the grammar with a deep stack, and then answers questions about texts in it. It has limits: of
-processor time and memory for reading, and of processor time for each answer. It ends with the connection to
-whoever asked. It imports no torch.
-"""
+Run as a script, which imports no torch, this holds a tokenizer and forks a process for each grammar. That
+reads the grammar with a deep stack, and then answers questions about texts in it, until the connection ends.
+It has limits of processor time and memory for reading, and of processor time for each answer."""
 
 import os
 import resource
@@ -77,14 +75,10 @@ def _check(matcher: Any) -> None:
         raise ValueError(matcher.get_error())
 
 
-class State:
-    """Where a text stands in its grammar.
-
-    Args:
-        matcher: llguidance's.
-        ahead: tokens that must come, from the one at `at` on. They are walked through once, and handed on
-            from state to state. None: not known yet.
-    """
+class MatcherState:
+    """Where a text stands in its grammar, by llguidance's matcher. The tokens that must come are those
+    `ahead`, from the one at `at` on; None: not known yet. They are walked through once, and handed on from
+    state to state."""
 
     def __init__(self, matcher: Any, ahead: list[int] | None = None, at: int = 0) -> None:
         self.matcher, self.ahead, self.at = matcher, ahead, at
@@ -92,7 +86,7 @@ class State:
     def forced(self) -> list[int]:
         """The tokens that must come next, the first of them."""
         if self.ahead is None:
-            tokens: list[int] = self.matcher.compute_ff_tokens()
+            tokens = self.matcher.compute_ff_tokens()
             _check(self.matcher)
             self.ahead = tokens[: self.matcher.validate_tokens(tokens)]
         return self.ahead[self.at : self.at + FORCED]
@@ -114,7 +108,7 @@ class State:
         write another: it composes accents, or drops what it has no tokens for."""
         return token in eos or bool(self.matcher.validate_tokens([token]))
 
-    def advance(self, token: int) -> "State | None":
+    def advance(self, token: int) -> "MatcherState | None":
         """The state with one more token; None: it may not come."""
         forced = self.forced()
         if not self.matcher.validate_tokens([token]):
@@ -125,11 +119,11 @@ class State:
         _check(matcher)
         assert self.ahead is not None
         known = forced[:1] == [token] and self.at + 1 < len(self.ahead)
-        return State(matcher, self.ahead, self.at + 1) if known else State(matcher)
+        return MatcherState(matcher, self.ahead, self.at + 1) if known else MatcherState(matcher)
 
     def walk(self, vocab: int, eos: frozenset[int]) -> None:
         """Go a little way, which shows how long answers take. Raises ValueError at a dead end."""
-        state: State | None = self
+        state: MatcherState | None = self
         for _ in range(TRIAL):
             if state is None:
                 return
@@ -142,24 +136,26 @@ class State:
 
 def _from_the_middle(mask: bytes) -> int | None:
     """The first token that is allowed from the middle of the vocabulary on, or else of all."""
-    half = len(mask) // 2
-    for at, part in ((half, mask[half:]), (0, mask[:half])):
-        if rest := part.lstrip(b"\0"):
-            byte = at + len(part) - len(rest)
-            return 8 * byte + (rest[0] & -rest[0]).bit_length() - 1
-    return None
+    bits, half = int.from_bytes(mask, "little"), 4 * len(mask)
+    bits = bits >> half << half or bits
+    return (bits & -bits).bit_length() - 1 if bits else None
 
 
 def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eos: frozenset[int]) -> None:
     """Read a grammar and answer questions about it. An answer is a fault, or None and what was asked for.
     Where `others` wait for texts of theirs, what takes long to read gives way to all else on the machine."""
     kind, text, seconds, memory, others = channel.recv()
-    read_first: list[State] = []
+    read_first: list[MatcherState] = []
 
     def first() -> None:
-        _limit_memory(memory)
+        with suppress(FileNotFoundError):  # where the system says what the process has
+            with open("/proc/self/statm") as file:
+                size = int(file.read().split()[0]) * resource.getpagesize()
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]  # as of `ulimit -v`
+            limit = size + memory if most == resource.RLIM_INFINITY else min(size + memory, most)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, most))
         try:
-            state = State(read(tokenizer, kind, text))
+            state = MatcherState(read(tokenizer, kind, text))
         except ValueError as error:
             channel.send((str(error), None))
             return
@@ -214,16 +210,6 @@ def _give_way(reading: threading.Thread) -> None:
         reading.join(QUICK / 4)
     with suppress(AttributeError, OSError):  # no thread here has a scheduler of its own, or it has ended
         os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _limit_memory(memory: int) -> None:
-    """Limit what the process may take beside what it has, in bytes, where the system says what it has."""
-    with suppress(FileNotFoundError):
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]  # as of `ulimit -v`
-        limit = size + memory if most == resource.RLIM_INFINITY else min(size + memory, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def _guarded(work: Any, *args: Any) -> None:

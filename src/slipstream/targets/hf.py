@@ -1,8 +1,6 @@
-"""A decoder-only Hugging Face causal LM as a target, through its own modelling code.
-
-All that makes a tree pass possible is outside the model: our cache in the place of its own, a 4-D mask of
-what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
-"""
+"""A decoder-only Hugging Face causal LM as a target, through its own modelling code. All that makes a tree
+pass possible is outside the model: our cache in the place of its own, a 4-D mask of what each row sees
+(sliding windows included), explicit positions, and probe rows through `inputs_embeds`."""
 
 import json
 from collections.abc import Sequence
@@ -27,14 +25,19 @@ from slipstream.targets.cached_target import CachedTarget
 from slipstream.targets.decoder import Undescribed
 from slipstream.targets.decoder_target import DecoderTarget, Features
 from slipstream.targets.description import ModelDecoder
-from slipstream.targets.layer_subset import between, decoder_of, own_blocks, part
 from slipstream.targets.masks import Masks, additive, dense
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantize import quantised
 from slipstream.targets.quantized import of_torchao, stored_bytes
-from slipstream.targets.shadow_model import Blocks, CompiledForward, Earlier, Taps, View, shadow_of
-
-OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
+from slipstream.targets.shadow_model import (
+    Blocks,
+    CompiledForward,
+    Earlier,
+    Taps,
+    View,
+    own_blocks,
+    shadow_of,
+)
 
 
 @final
@@ -80,7 +83,10 @@ class HFTarget(DecoderTarget):
                 "takes names"
             )
         config = model.config.get_text_config(decoder=True)
-        support.check_model(model, config)
+        support.check_whole(model)
+        support.check_supported(config, model._is_stateful, signature(model.forward).parameters)
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
         origin = getattr(model, "origin", None)  # of a quantised model from the cache
@@ -127,7 +133,7 @@ class HFTarget(DecoderTarget):
             self.shadow_model.set_attn_implementation(attention_patch.OURS)
         if self._ours:
             if attention_patch.called_directly(self.shadow_model, self.config):
-                self._calls = attention_patch.Calls()
+                self._calls = attention_patch.OwnFunctions()
             attention_patch.own_parts(self.shadow_model, self.dtype, self.device)
             self._try_description()
             if self.decoder is None and not agrees(self, self.plain):
@@ -206,7 +212,7 @@ class HFTarget(DecoderTarget):
             self.text.tokenizer.save_pretrained(directory)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
-        if self.decoder is not None and self.decoder.is_stale:  # asked here, since it takes 1 % of a pass
+        if self.decoder is not None and self.decoder.weights.changed:  # here: it takes 1 % of a pass
             del self.decoder
         return super().new_cache(batch, memory)
 
@@ -217,18 +223,18 @@ class HFTarget(DecoderTarget):
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
         target = copy(self)
-        for name in OF_PASSES:
+        for name in ("_taps", "decoder", "_to_logits"):  # what passes over one model's modules are made with
             vars(target).pop(name, None)
         if self.decoder is None:  # a description that was tried, and found wrong, is no part's either
             target.decoder = None
-        target._shadow_model, target.blocks, fresh = part(self.shadow_model, self.blocks, blocks, own, vocab)
+        target._shadow_model, target.blocks, fresh = self.blocks.part(self.shadow_model, blocks, own, vocab)
         target._head = target.shadow_model.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
             module.forward = CompiledForward(module, self.device, layer)
         return target
 
     def trunk(self) -> dict[str, nn.Module]:
-        return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.shadow_model, self.blocks))}
+        return {"blocks": self.blocks, "between": nn.ModuleDict(self.blocks.between(self.shadow_model))}
 
     def states(
         self,
@@ -244,7 +250,7 @@ class HFTarget(DecoderTarget):
             masks[kind] = seen & (in_window | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
         cache = Earlier(behind)
-        out = decoder_of(self.shadow_model, self.blocks)(
+        out = self.blocks.decoder_of(self.shadow_model)(
             inputs_embeds=embedded,
             attention_mask=additive(masks, embedded.dtype),
             position_ids=positions,
@@ -254,23 +260,18 @@ class HFTarget(DecoderTarget):
         return out.last_hidden_state, cache.own
 
     def _pass(
-        self,
-        inputs: dict[str, Tensor],
-        positions: Int[Tensor, "B R"],
-        mask: Masks,
-        cache: KVCache,
-        keep: int | Tensor,
-        taps: tuple[str, ...],
+        self, inputs: dict[str, Any], cache: KVCache, keep: Tensor | None, taps: tuple[str, ...]
     ) -> tuple[Float[Tensor, "B K V"], Features]:
         with self.lock:
             if self._described() is not None:
-                return super()._pass(inputs, positions, mask, cache, keep, taps)
+                return super()._pass(inputs, cache, keep, taps)
             self._taps.watch(taps)
-            given: Any = inputs | ({"logits_to_keep": keep} if self._selects_rows else {})
-            view, how = View(cache, self.blocks), {"position_ids": positions, "attention_mask": mask}
+            if self._selects_rows:
+                inputs = inputs | {"logits_to_keep": 0 if keep is None else keep}
             with self._calls:
-                logits = self.shadow_model(**given, **how, past_key_values=view, use_cache=True).logits
-            if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
+                view = View(cache, self.blocks)
+                logits = self.shadow_model(**inputs, past_key_values=view, use_cache=True).logits
+            if keep is not None and logits.shape[1] != len(keep):  # it has made those of all rows
                 logits = logits[:, keep]
             features = self._taps.take(taps, cache)
         return logits if logits.dtype == torch.float64 else logits.float(), features
@@ -287,7 +288,7 @@ class HFTarget(DecoderTarget):
 
     @cached_property
     def _taps(self) -> Taps:
-        return Taps(decoder_of(self.shadow_model, self.blocks), self.blocks)
+        return Taps(self.blocks.decoder_of(self.shadow_model), self.blocks)
 
     def _described(self) -> ModelDecoder | None:
         """The layers in one call, where there is a description of them and nobody looks into them."""
@@ -316,9 +317,9 @@ class HFTarget(DecoderTarget):
     def _masks(
         self, layout: TreeLayout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
-        if self._ours or self._described() is not None:
-            return super()._masks(layout, positions, cache, nodes, depth)
-        return dense(layout, positions, cache, self.windows, nodes, self.dtype)
+        lists = super()._masks(layout, positions, cache, nodes, depth)
+        by_lists = self._ours or self._described() is not None
+        return lists if by_lists else dense(lists, cache.view, self.dtype)
 
 
 HFTarget.register(CachedTarget)  # which becomes one when somebody asks for its modules

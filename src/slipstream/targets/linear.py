@@ -30,8 +30,7 @@ def version_of(weight: Tensor) -> tuple[int, int]:
 
 @dataclass
 class WeightCopy:
-    """A copy of a weight as it was at some version. A deep copy of its module does not get it: there versions
-    are counted anew."""
+    """A copy of a weight at some version. A deep copy of its module, which counts anew, does not get it."""
 
     weight: Tensor
     version: tuple[int, int]
@@ -42,8 +41,8 @@ class WeightCopy:
 
 
 def copy_of(module: Any, copied: Callable[[Tensor], Copy]) -> Copy:
-    """A copy of a module's weight, which the module holds. It is made again where there is another weight, or
-    it was changed in place."""
+    """A copy of a module's weight, which the module holds until there is another weight, or another
+    version."""
     weight = module.weight
     version, held = version_of(weight), module.__dict__.get("weight_copy")
     if held is None or held.weight is not weight or held.version != version:
@@ -76,8 +75,7 @@ class Linear(nn.Linear):
 
 
 class Packed(Linear):
-    """A linear layer by the product with a packed copy of the weight. Graphs read the copy that
-    `pack_for_graphs` made."""
+    """A linear layer by a packed copy of the weight; in graphs by the one that `pack_for_graphs` made."""
 
     weight_copy: WeightCopy
 
@@ -103,8 +101,7 @@ def pack_for_graphs(model: nn.Module) -> None:
 def own_products(
     model: nn.Module, dtype: torch.dtype, device: torch.device, kinds: Sequence[type] = (nn.Linear,)
 ) -> None:
-    """Let a model's linear layers, which are of these classes, round each row alike, whatever its
-    neighbours."""
+    """Let a model's linear layers of these classes round each row alike, whatever its neighbours."""
     packed = packs(dtype, device)
     fits = not packed or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
     alike = (lambda *_: True) if has_tiles(dtype) else cache(_packed_rows_alike)  # ours are by construction

@@ -1,6 +1,7 @@
 """Find and load a target: an alias, a directory, a GGUF file or a hub id."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Union, cast
 
@@ -19,9 +20,8 @@ from slipstream.targets.quantized import KINDS
 if TYPE_CHECKING:
     from slipstream.targets.hf import HFTarget
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
-}
+NAMED = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMED}
 AnyTarget = Union["HFTarget", str, os.PathLike[str]]
 
 
@@ -60,7 +60,7 @@ def load_target(
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
     path, gguf = find_target(name)
     kind, source = DTYPES[dtype], gguf or path
-    keeps = place.type == "cpu" and path.exists()
+    keeps = place.type == "cpu" and path.exists() and ops.load(place, kind)
     rounded = quantize if keeps else None  # which the cache keeps
 
     def modules() -> "HFTarget":
@@ -70,18 +70,16 @@ def load_target(
         model, tokenizer = read_model(name, path, gguf, kind, rounded)
         return HFTarget(model.to(place), tokenizer, name, compile, exact, quantize)  # type: ignore[arg-type]
 
-    if not keeps or not ops.load(place, kind):
+    if not keeps:
         return modules()
     how = kind, rounded, model_cache.FORMAT, model_cache.READER, fingerprint(), processor()
-    made_of = "target", str(path), *how
-    home = model_cache.place_of(source, *made_of)
+    place_now = partial(model_cache.place_of, source, "target", str(path), *how)
+    home = place_now()
 
     def same_modules() -> "HFTarget":
-        if not source.exists() or model_cache.place_of(source, *made_of) != home:
-            raise ValueError(
-                f"the files of target {name} were written again since it was loaded: load it anew"
-            )
-        return modules()
+        if source.exists() and place_now() == home:
+            return modules()
+        raise ValueError(f"the files of target {name} were written again since it was loaded: load it anew")
 
     def read(home: Path) -> CachedTarget:
         weights = model_cache.weights_of(source, kind, rounded)

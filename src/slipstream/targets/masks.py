@@ -24,11 +24,8 @@ def key_lists(
     """Lists [B, 1, R, 3 + L], int32, as `kernels.ops.attention` takes them.
 
     The R new rows are the last of the step's A scratch rows. Ancestors stand before their descendants, so
-    slots in rising order are positions in rising order.
-
-    Args:
-        nodes: rows after the nodes are probes, which also read memory.
-        depth: how many scratch rows a row reads at most. 0: all before it and itself, as in a chain.
+    slots in rising order are positions in rising order. Rows after the `nodes` are probes, which also read
+    memory. A row reads at most `depth` scratch rows; 0: all before it and itself, as in a chain.
     """
     if isinstance(layout, SharedLayout) and list(windows.values()) == [None]:
         key = cache.prefix, nodes, depth
@@ -40,13 +37,7 @@ def key_lists(
 
 
 def _lists(
-    layout: TreeLayout,
-    positions: Int[Tensor, "#B A"],
-    lengths: Int[Tensor, " B"],
-    windows: Windows,
-    P: int,
-    nodes: int,
-    depth: int,
+    layout: TreeLayout, positions: Tensor, lengths: Tensor, windows: Windows, P: int, nodes: int, depth: int
 ) -> Masks:
     """The lists after so many tokens."""
     device = positions.device
@@ -72,46 +63,30 @@ def _lists(
 
 
 @torch.inference_mode(False)
-def _at_start(
-    layout: TreeLayout, windows: Windows, prefix: int, nodes: int, depth: int
-) -> tuple[Int[Tensor, "B R K"], Int[Tensor, "B R K"]]:
-    """The lists of texts without tokens, and which of their numbers grow with each token: the ends of runs
-    and the slots, but not memory nor first slots, which stay without a window."""
+def _at_start(layout: TreeLayout, windows: Windows, *how: int) -> tuple[Tensor, Tensor]:
+    """The lists [B, R, 3 + L] of texts without tokens, and which of their numbers grow with each token: the
+    ends of runs and the slots, but not memory nor first slots, which stay without a window."""
     none = torch.zeros(len(layout.visible), dtype=torch.long)
-    lists: Any = _lists(layout, layout.depths, none, windows, prefix, nodes, depth)
+    lists: Any = _lists(layout, layout.depths, none, windows, *how)
     fixed = lists[:, 0]
     moving = (fixed >= 0).int()
     moving[..., :2] = 0
     return fixed, moving
 
 
-def dense(
-    layout: TreeLayout,
-    positions: Int[Tensor, "#B A"],
-    cache: KVCache,
-    windows: Windows,
-    nodes: int,
-    dtype: torch.dtype,
-) -> Masks:
-    """Additive masks [B, 1, R, S] over the cache's view, for the same rows."""
-    view, P = cache.view, cache.prefix
-    slots = cache.used - P
-    new = slots - cache.lengths[:, None]  # [B, S]: index among the scratch rows; negative: read before
-    R, A = layout.visible.shape[1:]
-    among = new.clamp(0, A - 1)
-    B = len(among)
-    seen = layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
-    seen = torch.where((new < 0)[:, None], (slots >= 0).expand(B, R, view), seen)
-    if P:  # only probes read memory
-        probe = torch.arange(R, device=seen.device) >= nodes
-        seen = seen | ((slots < 0) & probe[:, None])
-    by_kind = {}
-    for kind, window in windows.items():
-        by_kind[kind] = seen
-        if window is not None:
-            at = torch.where(new < 0, slots.expand(B, view), positions.expand(B, -1).gather(1, among))
-            by_kind[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
-    return additive(by_kind, dtype)
+def dense(lists: Masks, view: int, dtype: torch.dtype) -> Masks:
+    """Additive masks [B, 1, R, S] of what `key_lists` lists, over the first S slots."""
+
+    def seen(keys: Tensor) -> Tensor:
+        slots = torch.arange(view, device=keys.device)
+        memory, first, end = keys[:, 0, :, :3, None].unbind(2)
+        listed = keys[:, 0, :, 3:].long()
+        marks = torch.zeros(*listed.shape[:2], view + 1, dtype=torch.bool, device=keys.device)
+        marks.scatter_(2, listed.where(listed >= 0, view), True)
+        return marks[..., :view] | (slots < memory) | ((slots >= first) & (slots < end))
+
+    by_kind = lists if isinstance(lists, dict) else {"": lists}
+    return additive({kind: seen(keys) for kind, keys in by_kind.items()}, dtype)
 
 
 def additive(seen: dict[str, Tensor], dtype: torch.dtype) -> Masks:

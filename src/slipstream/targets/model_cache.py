@@ -1,14 +1,14 @@
-"""What was made of a model, in the user's cache under a hash of its sources. A later start reads it as it
-is."""
+"""What was made of a model, in the user's cache under a hash of its sources."""
 
 import hashlib
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import PickleError
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +16,16 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.files import LOADED, cache_home, read_json, read_results, update_json
+from slipstream.files import LOADED, cache_home, read_results, update_json
 from slipstream.kernels.build import fingerprint
 
 Cached = TypeVar("Cached")
-DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
-FORMAT = 5  # of what is kept, and of what quantised models are rounded to
+DIGESTS, WEIGHTS = "digests.json", "quantised.pt"
+FORMAT = 6  # of what is kept, and of what quantised models are rounded to
 READER = 1  # of what gguf.py sets: what an earlier one made is not taken from the cache
-LINE = 64  # bytes
+# The disk is full (for torch.save a RuntimeError) or read-only, another process was faster, or what was
+# written would be read otherwise.
+UNWRITTEN = (OSError, RuntimeError, ValueError, KeyError, PickleError, SafetensorError)
 
 
 def place_of(source: Path, *made_by: Any) -> Path:
@@ -39,7 +41,13 @@ def _content(source: Path) -> str:
     files = [source]
     if source.is_dir():
         files = [x for x in sorted(source.iterdir()) if any(fnmatch(x.name, pattern) for pattern in LOADED)]
-    known, news = _digests(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
+    digests, news = cache_home() / DIGESTS, dict[str, dict[str, Any]]()
+    try:
+        known = read_results(digests)
+    except ValueError:  # a damaged file goes
+        known = {}
+        with suppress(OSError):
+            digests.unlink(missing_ok=True)
     for file in files:
         place, status = os.path.realpath(file), os.stat(file)
         stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -48,39 +56,20 @@ def _content(source: Path) -> str:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             known[place] = news[place] = {"stamp": stamp, "sha256": digest}
     if news:
-        _try(lambda: update_json(cache_home() / DIGESTS, news))
+        with suppress(*UNWRITTEN):
+            cache_home().mkdir(parents=True, exist_ok=True)
+            update_json(digests, news)
     parts = [(file.name, known[os.path.realpath(file)]["sha256"]) for file in files]
     return parts[0][1] if source.is_file() else repr(parts)
 
 
-def _digests(file: Path) -> dict[str, Any]:
-    """What was hashed so far. A damaged file goes."""
-    try:
-        return read_results(file)
-    except ValueError:
-        _try(lambda: file.unlink(missing_ok=True))
-        return {}
-
-
-def _try(write: Callable[[], Any]) -> None:
-    """Write to the cache. One that cannot be written is no error: the disk is full or read-only, or another
-    process was faster."""
-    try:
-        cache_home().mkdir(parents=True, exist_ok=True)
-        write()
-    except (OSError, ValueError, SafetensorError):
-        pass
-
-
 def write_cached(place: Path, write: Callable[[Path], Any]) -> bool:
     """Let `write` fill a directory, which then gets this name. Whether it is there."""
-
-    def whole() -> None:
+    with suppress(*UNWRITTEN):
+        place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as home:
             write(temporary := Path(home) / "model")
             os.rename(temporary, place)
-
-    _try(whole)
     return place.is_dir()
 
 
@@ -94,59 +83,32 @@ def read_cached(place: Path, read: Callable[[Path], Cached]) -> Cached | None:
     return None
 
 
-def save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
-    """Write tensors one after the other, each at a whole cache line, which safetensors does not do. Returns
-    each one's place, precision and shape."""
-    places = dict[str, Any]()
-    with open(file, "wb") as content:
-        for name, tensor in tensors.items():
-            content.write(bytes(-content.tell() % LINE))
-            places[name] = content.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            content.write(tensor.flatten().view(torch.uint8).numpy().data)
-    return places
+def apart(tensor: Tensor) -> Tensor:
+    """A tensor that can be saved alone: a copy, where it is a part of a larger memory."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `save` wrote, in the file's own memory, which all processes share."""
-    whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
-
-    def tensor(start: int, kind: str, shape: list[int]) -> Tensor:
-        dtype: torch.dtype = getattr(torch, kind)
-        return whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-    return {name: tensor(*place) for name, place in places.items()}
-
-
-def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """The tensors of a checkpoint's files by their names, in this precision."""
-    files: list[Any] = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
-    homes = {name: content for content in files for name in content.keys()}  # noqa: SIM118
-
-    def tensor_of(name: str) -> Tensor:
-        if name not in homes:
-            raise ValueError(f"there is no {name} in {directory}")
-        return homes[name].get_tensor(name).to(dtype)
-
-    return tensor_of
+def mapped(file: Path) -> dict[str, Any]:
+    """What `torch.save` wrote, with tensors in the file's own memory, which all processes share. Each begins
+    with a cache line, which safetensors does not do."""
+    record: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
+    return record
 
 
 def weights_of(source: Path, dtype: torch.dtype, quantize: str | None) -> Callable[[str], Tensor]:
     """The tensors by name of a directory's or GGUF file's model in this precision, as the cache keeps it."""
     if quantize is not None:
-        return of_quantised(place_of_quantised(source, dtype, quantize))
-    return of_files(source if source.is_dir() else place_of(source, dtype, READER), dtype)
+        tensors = mapped(place_of_quantised(source, dtype, quantize) / WEIGHTS)["tensors"]
+        return lambda name: tensors[name]
+    directory = source if source.is_dir() else place_of(source, dtype, READER)
+    files: list[Any] = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
+    homes = {name: content for content in files for name in content.keys()}  # noqa: SIM118
+    return lambda name: homes[name].get_tensor(name).to(dtype)
 
 
 def place_of_quantised(source: Path, dtype: torch.dtype, quantize: str) -> Path:
     """The directory of a quantised model."""
     return place_of(source, dtype, quantize, FORMAT, READER, fingerprint())
-
-
-def of_quantised(place: Path) -> Callable[[str], Tensor]:
-    """The tensors of a quantised model in the cache by their names."""
-    record = read_json(place / LAYERS, "cache")
-    tensors = mapped(place / WEIGHTS, record["places"])
-    return lambda name: tensors[record["names"][name]]
 
 
 def tokenizer_of(place: Path, kind: str) -> Any:

@@ -23,7 +23,6 @@ FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
 UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for bytes that are not UTF-8
 LONGEST = 2**22  # characters: tokenizers end the process where memory does not suffice for a text
 
-
 # How vocabularies write bytes: SentencePiece's as <0xF0>; GPT-2's as letters, those that print as themselves
 # and the others, in order, as the letters from 256 on.
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -60,10 +59,8 @@ class HFText(Text):
         call = {"name": "f", "arguments": {"a": "b"}}
         tool: Any = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         calls = [{"id": "call_0", "type": "function", "function": call}]
-        turns: Any = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        turns: Any = [{"role": "user", "content": "a"}, answer]
         render: Any = self.tokenizer.apply_chat_template
         try:
             bare, text = (render(turns, tools=tools, tokenize=False) for tools in (None, [tool]))
@@ -147,12 +144,9 @@ def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[li
 
 def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
     """Token ids of one prompt. Ids lose the padding that an attention mask names. Messages, and text if there
-    is a chat template, pass through the template, as do the tools that an answer to messages may call.
-
-    Raises:
-        ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
-            refuses the messages, or text is given to a target without a tokenizer.
-    """
+    is a chat template, pass through the template, as do the tools that an answer to messages may call. Raises
+    ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template refuses
+    the messages, or text is given to a target without a tokenizer."""
     value: Any = _plain(prompt)
     if isinstance(value, PurePath):
         raise ValueError(
@@ -162,8 +156,15 @@ def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
         raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
     if len(value) == 0 or (isinstance(value, str) and not value.strip()):
         raise ValueError("the prompt is empty: give at least one token")
-    is_text = isinstance(value, str) or all(map(_is_message, value))
-    tokens = checked_ids(_tokenized(target, value, tools) if is_text else value, target.vocab)
+    if isinstance(value, str) or all(map(_is_message, value)):
+        check_readable([value, list(tools)], "the prompt")
+        if target.text is None:
+            raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
+        if isinstance(value, str) or not target.text.has_chat:
+            value = target.text.encode(value)
+        else:
+            value = target.text.encode(list(map(message_of, value)), tools)
+    tokens = checked_ids(value, target.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: its text has no tokens")
     return tokens
@@ -214,16 +215,6 @@ def _unpadded(ids: Any, mask: Any) -> Any:
         raise ValueError(
             "attention_mask does not fit input_ids: give both as the tokenizer returned them"
         ) from error
-
-
-def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]], tools: Messages) -> list[int]:
-    """Token ids of text or messages."""
-    check_readable([prompt, list(tools)], "the prompt")
-    if target.text is None:
-        raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
-    if isinstance(prompt, str) or not target.text.has_chat:
-        return target.text.encode(prompt)
-    return target.text.encode(list(map(message_of, prompt)), tools)
 
 
 def _is_message(value: Any) -> bool:

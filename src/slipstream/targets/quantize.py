@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -12,16 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.files import install
 from slipstream.kernels import ops
-from slipstream.targets.quantized import (
-    KINDS,
-    Quantised,
-    QuantisedEmbedding,
-    QuantisedLinear,
-    WholeLinear,
-    linear_of,
-    of_torchao,
-    parts_of,
-)
+from slipstream.targets import quantized
 from slipstream.targets.shadow_model import shadow_of
 
 NEEDS = "float32, bfloat16 or, on a GPU, float16, and a C++ compiler or, on a GPU, Triton"
@@ -31,21 +21,17 @@ INT4_LAYOUT, GROUP = "tile_packed_to_4d", 32  # torchao's: how a GPU reads 4 bit
 def is_quantised(model: nn.Module) -> bool:
     """Whether a model's weights are quantised already, by us or by anyone else."""
     config = getattr(model, "config", None)
-    ours = any(isinstance(module, Quantised) for module in model.modules())
-    return ours or of_torchao(model) or getattr(config, "quantization_config", None) is not None
+    ours = any(isinstance(module, quantized.Quantised) for module in model.modules())
+    return ours or quantized.of_torchao(model) or getattr(config, "quantization_config", None) is not None
 
 
 def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     """A copy of a model with weights of 8 bits, or with linear layers of 4 bits, but embedding and LM head of
-    8. What no linear layer holds, such as experts, is shared with the model, which stays as it is.
-
-    On a GPU the embedding stays as it is, too, and states are not rounded.
-
-    Raises:
-        ValueError: the kind is unknown, the model is quantised already, or there are no kernels for it.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
+    8. What no linear layer holds, such as experts, is shared with the model, which stays as it is. On a GPU
+    the embedding stays as it is, too, and states are not rounded. Raises ValueError: the kind is unknown, the
+    model is quantised already, or there are no kernels for it."""
+    if kind not in quantized.KINDS:
+        raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(quantized.KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
     if not ops.load(model.device, model.dtype):
@@ -65,13 +51,17 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
             return None
         key = id(module.weight)
         if key not in stored:
-            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            packed = rounded if kind == "int8" or key in finer else ops.int4_tiles
-            stored[key] = (*packed(weight.detach()), weight.shape[1], model.dtype)
+            weight = (module.weight.t() if isinstance(module, Conv1D) else module.weight).detach()
+            if kind == "int8" or key in finer:
+                whole, scales = ops.whole_numbers(weight)
+                packed = ops.int8_tiles(whole), scales
+            else:
+                packed = ops.int4_tiles(weight)
+            stored[key] = *packed, weight.shape[1], model.dtype
         if linear:
-            return QuantisedLinear(*stored[key], module.bias)
+            return quantized.QuantisedLinear(*stored[key], module.bias)
         factor = getattr(module, "embed_scale", None)
-        return QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
+        return quantized.QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
 
     _replace(copy, replacement)
     return copy
@@ -95,7 +85,13 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     each `GROUP`. The LM head has 8, and so has what groups do not divide. Raises ValueError where torchao
     is needed and not there."""
     head = copy.get_output_embeddings()
-    _replace(copy, lambda part: _turned(part) if isinstance(part, Conv1D) else None)
+
+    def turned(part: Any) -> nn.Module | None:  # GPT-2's, whose weight lies [K, N], as one of torch's
+        return (
+            quantized.linear_of(part.weight.t().contiguous(), part.bias) if isinstance(part, Conv1D) else None
+        )
+
+    _replace(copy, turned)
     if kind == "int4":
         try:
             from torchao.quantization import Int4WeightOnlyConfig, quantize_
@@ -107,25 +103,10 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         quantize_(copy, four, lambda m, _: is_linear(m) and m is not head and m.in_features % GROUP == 0)
 
     def eight_bits(part: Any) -> nn.Module | None:
-        if not is_linear(part) or parts_of(part.weight):
+        if not is_linear(part) or quantized.parts_of(part.weight):
             return None
         whole = ops.whole_numbers(part.weight.detach())
-        return WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
+        return quantized.WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
 
     _replace(copy, eight_bits)
     return copy
-
-
-def _turned(module: Any) -> nn.Linear:
-    """GPT-2's linear layer, whose weight lies [K, N], as one of torch's."""
-    linear = linear_of(module.weight.t().contiguous(), None)
-    linear.bias = module.bias
-    return linear
-
-
-@torch.no_grad()
-def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
-    """A weight as whole numbers from -127 to 127, in the order of `kernels.ops.int8_tiles`, and the rows'
-    scales."""
-    whole, scales = ops.whole_numbers(weight)
-    return ops.int8_tiles(whole), scales

@@ -15,15 +15,10 @@ KINDS = ("int8", "int4")
 
 class Quantised(nn.Module):
     """A weight [N, K] of 8 bits, rounded by a scale for each row, its largest magnitude / 127, or of 4 bits.
+    `dtype` is that of the model's states."""
 
-    Attributes:
-        weight: in the order of `kernels.ops.int8_tiles` or of `int4_tiles`; on a GPU as it is.
-        scales: float32, of each row.
-        dtype: of the model's states.
-    """
-
-    weight: Tensor
-    scales: Tensor
+    weight: Tensor  # in the order of `kernels.ops.int8_tiles` or of `int4_tiles`; on a GPU as it is
+    scales: Tensor  # float32, of each row
 
     def __init__(self, weight: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,16 +29,15 @@ class Quantised(nn.Module):
     def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
         """Some rows of the weight, as states are."""
         if self.weight.dtype == torch.int8:
-            return ops.int8_rows(self.weight, self.scales, which, self.width, self.dtype)
+            int8_rows = torch.ops.slipstream.int8_rows
+            return int8_rows(self.weight, self.scales, which, self.width, self.dtype)
         whole = ops.int4_rows(self.weight, which)[..., : self.width]
         return (whole * self.scales[which][..., None]).to(self.dtype)
 
 
 class QuantisedLinear(Quantised):
-    """A linear layer. Each row that it reads is rounded to 8 bits as well, by its own scales.
-
-    Under autograd the row stays as it is, and the product is torch's.
-    """
+    """A linear layer. Each row that it reads is rounded to 8 bits as well, by its own scales. Under autograd
+    the row stays as it is, and the product is torch's."""
 
     bias: Tensor | None
 
@@ -61,8 +55,8 @@ class QuantisedLinear(Quantised):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` of this layer's own weight and bias."""
         if torch.is_grad_enabled():
-            every = self.rows(torch.arange(len(self.scales), device=x.device))
-            return F.linear(x, every.to(x), None if bias is None else bias.to(x))
+            whole = self.rows(torch.arange(len(self.scales), device=x.device))
+            return F.linear(x, whole.to(x), None if bias is None else bias.to(x))
         return self._product(x, weight, bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,11 +77,8 @@ class WholeLinear(QuantisedLinear):
 
 
 class QuantisedEmbedding(Quantised):
-    """An embedding, whose rows become numbers of the model's precision as they are looked up.
-
-    Args:
-        factor: of every row, as in Gemma.
-    """
+    """An embedding, whose rows become numbers of the model's precision as they are looked up, times a factor
+    of every row, as in Gemma."""
 
     factor: Tensor | None
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from secrets import token_hex
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -13,19 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.core.target import Rendered
 
 SIGNS = range(0x2980, 0x110000)  # where stand-ins are looked for: from symbols on that no template looks for
-
-
-class Renamed(NamedTuple):
-    """A tokenizer in which special tokens have other names, and their texts are text.
-
-    Attributes:
-        names: the name of each special token, by its text.
-        ids: each one's id in the first tokenizer, by that in this one.
-    """
-
-    tokenizer: Tokenizer
-    names: dict[str, str]
-    ids: dict[int, int]
 
 
 @final
@@ -64,27 +51,27 @@ class Specials:
             raise ValueError(
                 "a message writes a special token, which this tokenizer cannot read as text: leave it out"
             )
-        renamed = self._renamed
-        named = self._any.sub(lambda match: renamed.names[match[0]], text.masked).translate(text.signs)
-        ids = renamed.tokenizer.encode(named, add_special_tokens=False).ids
-        return [renamed.ids.get(token, token) for token in ids]
+        tokenizer, names, ids = self._renamed
+        named = self._any.sub(lambda match: names[match[0]], text.masked).translate(text.signs)
+        return [ids.get(token, token) for token in tokenizer.encode(named, add_special_tokens=False).ids]
 
     @cached_property
-    def _renamed(self) -> Renamed:
+    def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """A tokenizer in which special tokens have other names, and their texts are text; each one's name by
+        its text; and its id in the first tokenizer, by that in this one."""
         backend: Any = self._tokenizer
         record = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
         for token in record["added_tokens"]:
             token["special"] = token["content"] in self._tokens
         tokenizer = Tokenizer.from_str(json.dumps(record))
         tokenizer.encode_special_tokens = True  # as text
-        how = ("single_word", "lstrip", "rstrip")
         names = {token: f"\ufdd0{token_hex(16)}\ufdd0" for token in self._tokens}
         for token, i in self._tokens.items():
             like = self._tokenizer.added_tokens_decoder[i]
-            named = AddedToken(names[token], normalized=False, **{key: getattr(like, key) for key in how})
-            tokenizer.add_tokens([named])
+            how = {"single_word": like.single_word, "lstrip": like.lstrip, "rstrip": like.rstrip}
+            tokenizer.add_tokens([AddedToken(names[token], normalized=False, **how)])
         new_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
-        return Renamed(tokenizer, names, {i: token for i, token in new_ids if i is not None})
+        return tokenizer, names, {i: token for i, token in new_ids if i is not None}
 
     def _masked(self, texts: Any, signs: Mapping[str, str]) -> Any:
         if isinstance(texts, str):

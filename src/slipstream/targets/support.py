@@ -5,7 +5,6 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -28,14 +27,9 @@ SUPPORTED = "Supported: decoder-only models with attention in every layer"
 def check_supported(
     config: Any, stateful: bool = False, takes: Collection[str] = ("position_ids", "past_key_values")
 ) -> None:
-    """Refuse architectures for which a tree pass with explicit positions and masks is not exact. Raises
-    ValueError, which names the model type and the reason.
-
-    Args:
-        config: the model's Hugging Face text config.
-        stateful: whether the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
-        takes: the arguments of its forward.
-    """
+    """Refuse, by a text config, whether the model keeps a recurrent state and the arguments that its forward
+    takes, an architecture for which a tree pass with explicit positions and masks is not exact. Raises
+    ValueError, which names the model type and the reason."""
     kind = getattr(config, "model_type", type(config).__name__)
 
     def refuse(reason: str) -> None:
@@ -69,14 +63,6 @@ def check_supported(
     for entry in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type
         if (rope := entry.get("rope_type", entry.get("type"))) in ROPE_REFUSED:
             refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch")
-
-
-def check_model(model: Any, config: Any) -> None:
-    """`check_supported` for a model with this text config, which must be whole and have an LM head."""
-    check_whole(model)
-    check_supported(config, model._is_stateful, signature(model.forward).parameters)
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
 
 
 def check_whole(model: Any) -> None:
@@ -132,13 +118,9 @@ def check_embedding(model: Any, embed: Any) -> None:
 
 @torch.inference_mode()
 def longest_text(model: Any) -> int:
-    """How many tokens prompt and answer may have. Moshi's configuration names a sliding window, which Hugging
-    Face's cache has and its attention has not, so its texts end where the two would differ. A window that
-    attention has changes the logits when it is two tokens.
-
-    Args:
-        model: a shadow model, whose window is another one for a pass.
-    """
+    """How many tokens prompt and answer may have, for a shadow model. Moshi's configuration names a sliding
+    window, which Hugging Face's cache has and its attention has not, so its texts end where the two would
+    differ. A window that attention has changes the logits when it is two tokens."""
     config = model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "keep_window_size"))
     longest = min(filter(None, named), default=2**31)  # Doge drops tokens by their places in the cache
