@@ -1,10 +1,11 @@
-"""Objectives: a head learns the target's next states, and the laws that the LM head makes of them."""
+"""Objectives: a head learns the target's next states, and the laws that the LM head makes of them. It may
+begin as a trained one (`head.start`)."""
 
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, compress
 from typing import Any, ClassVar
 
@@ -17,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
-from slipstream.drafters.heads import layer_sizes
+from slipstream.drafters import drafter_class
+from slipstream.drafters.heads import HeadDrafter, layer_sizes
 from slipstream.drafters.recipe import HeadSettings, Recipe
-from slipstream.drafters.store import restored, stored
-from slipstream.drafters.warm_start import WarmStart
+from slipstream.drafters.store import find_drafter, read_drafter, restored, stored
+from slipstream.files import understood
 
 ROWS = 32  # of logits that are taken together
 SMALL = 2**27  # weights that a head may have for any target
@@ -59,8 +61,8 @@ class Batch:
 class LossOfLaw(torch.autograd.Function):
     """token · soft cross-entropy + acceptance · −log Σ min(p, q) of each row, where q = softmax(logits).
 
-    On a CPU a few rows are taken at a time, with their gradient at once, so that the values between logits
-    and loss stay in a core's cache. For all rows together they are several times as large as the logits.
+    On a CPU a few rows are taken at a time, with their gradient, so that what lies between logits and loss
+    stays in a core's cache. For all rows it is several times as large as the logits.
     """
 
     @staticmethod
@@ -88,6 +90,51 @@ class LossOfLaw(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class WarmStart:
+    """A trained head, in float32.
+
+    Attributes:
+        name: the recipe's: a method whose weights ship, or a directory.
+        vocab: its draft vocabulary; None: all tokens.
+    """
+
+    name: str
+    method: str
+    head: Any
+    vocab: Int[Tensor, " Vd"] | None
+
+    @classmethod
+    def read(cls, name: str, target: Target, draft_vocab: int) -> "WarmStart":
+        """From weights as they are stored. Raises ValueError if there are none, or if the size of their draft
+        vocabulary is not `draft_vocab` (0: all tokens)."""
+        config, tensors = read_drafter(find_drafter(name, target), target)
+        with understood(f"drafter directory {name}"):
+            kind = drafter_class(config.get("method"), f"drafter directory {name}")
+            if not issubclass(kind, HeadDrafter):
+                raise ValueError(f"head.start={name!r} is a {kind.method} drafter, which has no head")
+            head, vocab, _ = kind.unpack(config, tensors)
+        wanted, size = draft_vocab or target.vocab, target.vocab if vocab is None else len(vocab)
+        if size != min(wanted, target.vocab):
+            raise ValueError(
+                f"head.start={name!r} has a draft vocabulary of {size} tokens, which is kept, and "
+                f"head.draft_vocab asks for {wanted}: set head.draft_vocab={size}"
+            )
+        return cls(name, kind.method, head.float(), None if vocab is None else vocab.long())
+
+    def as_is(self, config: Any) -> Any:
+        """The head itself. Raises ValueError if it has not the sizes of `config`."""
+        own = self.head.config
+        if type(own) is not type(config):
+            raise ValueError(
+                f"head.start={self.name!r} is of the method {self.method}: name a head of the same method"
+            )
+        theirs, ours = asdict(own), asdict(config)
+        if wrong := [f"{key} {theirs[key]}, not {ours[key]}" for key in ours if theirs[key] != ours[key]]:
+            raise ValueError(f"head.start={self.name!r} has other sizes than this recipe: {'; '.join(wrong)}")
+        return self.head
+
+
+@dataclass(frozen=True)
 class NewHead:
     """What `Objective.new` makes a head from.
 
@@ -110,6 +157,12 @@ class NewHead:
     generator: torch.Generator
     start: WarmStart | None
 
+    def unscaled(self, head: Any) -> Any:
+        """A head that reads plain inputs, changed to say the same of inputs that are scaled by `gains`."""
+        with torch.no_grad():
+            head.scale_inputs(1 / self.gains[0], 1 / self.gains[1:])
+        return head.requires_grad_()
+
     def check_cache(self) -> None:
         """Raise ValueError where keys and values have other sizes than the configuration names."""
         wanted = 2 * self.sizes["num_key_value_heads"] * self.sizes["head_dim"]
@@ -124,9 +177,9 @@ class Objective(nn.Module):
     """A head in training, and its loss.
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
-    Adam moves every weight by about the learning rate, so a head would need thousands of steps to learn from
-    embeddings. A head is therefore trained on inputs scaled to the size of the final state, and `drafter`
-    folds the scales into its weights.
+    Adam moves every weight by about the learning rate, so it would take thousands of steps to learn from
+    embeddings. So inputs are scaled to the size of the final state, and `drafter` folds the scales into the
+    head's weights.
 
     Args:
         target: its embedding and LM head are read, and stay as they are.
@@ -211,15 +264,13 @@ class Objective(nn.Module):
         total = agreed = f.new_zeros(())
         T, decay = batch.counts.shape[1], getattr(settings, "decay", 1.0)
         rows = batch.counts.flatten().nonzero()[:, 0]  # once: a GPU is waited for
-
-        def learnt(x: Tensor) -> Tensor:
-            return x.flatten(0, 1)[rows]
-
-        labels = learnt(f[:, 1:, -H:])
-        teacher = self._law(labels, learnt(batch.tokens[:, 2:]), settings.hard)
+        labels, above, tokens = (
+            x.flatten(0, 1)[rows] for x in (f[:, 1:, -H:], batch.tokens[:, 1:-1], batch.tokens[:, 2:])
+        )
+        teacher = self._law(labels, tokens, settings.hard)
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
-            states = learnt(predicted)
-            logits = self.student(states, j, learnt(batch.tokens[:, 1:-1])).float()
+            states = predicted.flatten(0, 1)[rows]
+            logits = self.student(states, j, above).float()
             loss = LossOfLaw.apply(logits, teacher, settings.token, settings.acceptance)
             if settings.feature:
                 distance = F.smooth_l1_loss(states, labels, reduction="none").sum(-1)
@@ -266,14 +317,11 @@ def shifted_steps(states: Float[Tensor, "B T N H"]) -> Steps:
 
 def check_size(settings: HeadSettings, sizes: dict[str, Any], target: Target) -> None:
     """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
-
-    def numbers(layers: int, width: int, inner: int) -> int:
-        return layers * width * (4 * width + 3 * inner)
-
     H, inner = sizes["hidden_size"], sizes["intermediate_size"]
     layers, width = settings.layers_built(H)
-    head = numbers(layers, width, inner)
-    whole = numbers(target.sizes.blocks, H, target.sizes.intermediate_size) + target.vocab * target.width
+    head = layers * width * (4 * width + 3 * inner)
+    whole = target.sizes.blocks * H * (4 * H + 3 * target.sizes.intermediate_size)
+    whole += target.vocab * target.width
     if head > max(whole, SMALL):
         raise ValueError(
             f"head.depth={layers} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion "

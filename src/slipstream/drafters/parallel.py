@@ -24,9 +24,9 @@ class ParallelState(State):
 
 
 class ParallelDrafter(HeadDrafter):
-    """Drafts with N laws, of which as many are made as its trees are deep. From them any tree
-    grows without another pass: FastEagle's Backbone Expansion ("backbone-7x10"), Medusa's static trees, or
-    the most probable nodes ("best-first-7x26").
+    """Drafts with N laws, of which as many are made as its trees are deep. From them any tree grows without
+    another pass: FastEagle's Backbone Expansion ("backbone-7x10"), Medusa's static trees, or the most
+    probable nodes ("best-first-7x26").
 
     At T > 0 children sampled from one law serve all nodes of a depth: the walk visits only one of these
     nodes, and which one does not depend on the draws below it.
@@ -54,17 +54,10 @@ class ParallelDrafter(HeadDrafter):
                 f"{drafted} tokens: name it among the engine's specs"
             )
         scores = self.scores(state.hidden[:, : draft.tree_spec.depth])
-        if (
-            self.one_law
-            and draft.tree_spec.best_first
-            and not any(sampler.grammar_states)
-            and is_host(scores)
-        ):
-            if not draft.noisy:
-                return best_first(
-                    state.root, *draft.children(scores, state.length + 1), draft.tree_spec.nodes
-                )
-            levels = (draft.children(own, state.length + i) for i, own in enumerate(scores.split(1, 1), 1))
+        plain = self.one_law and not any(sampler.grammar_states)
+        if plain and draft.tree_spec.best_first and is_host(scores):
+            laws = scores.split(1, 1) if draft.noisy else [scores]  # noise has its place in the text
+            levels = (draft.children(law, state.length + i) for i, law in enumerate(laws, 1))
             ids, log_q = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
             return best_first(state.root, ids, log_q, draft.tree_spec.nodes)
 

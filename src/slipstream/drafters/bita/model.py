@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from slipstream.core.device import is_host
@@ -132,9 +132,6 @@ class Bita(ParallelDrafter):
             else likeliest_ends(tree, self.hosts or spec.nodes)
         )
         return replace(tree, probes=Probes(masks, hosts))
-
-    def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
-        return features
 
 
 @lru_cache

@@ -13,7 +13,6 @@ from slipstream.drafters.eagle.model import EagleConfig, EagleHead
 from slipstream.drafters.fasteagle.model import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, shifted_steps
 from slipstream.drafters.recipe import Depth, Recipe, StatesHead, StepsLoss, Weight
-from slipstream.drafters.warm_start import unscaled
 
 
 class FastEagleRecipe(Recipe):
@@ -81,7 +80,7 @@ class FastEagleObjective(Objective):
                 "cascade, and of the same head.rank if it has one; their layers are as wide as its own "
                 "(head.intermediate_size)"
             )
-        head: Any = unscaled(FastEagleHead(config).start_as(other, plan.generator), plan.gains)
+        head: Any = plan.unscaled(FastEagleHead(config).start_as(other, plan.generator))
         return head
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:

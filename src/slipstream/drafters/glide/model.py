@@ -1,6 +1,6 @@
 """GLIDE: a small decoder that also attends to the target's cached keys and values (GLIDE with a CAPE, §4.1).
-The public code does not run, and rotates queries with the base 10000 for every target. Choices that paper and
-code leave open are named here."""
+The public code does not run, and rotates queries with the base 10000 for every target. Choices that both
+leave open are named here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -212,7 +212,7 @@ class Glide(HeadDrafter):
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._read_first_token(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.compiles)
-        states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
+        states = self.run(self._read, span.nexts, positions + 1 - self.lead, own, glimpses)
         state.cache.follow(span.cache, span.count, self.lead)
         state.hidden, state.root = span.last(states), span.root
 
@@ -223,17 +223,17 @@ class Glide(HeadDrafter):
             return
         own, positions = attend_cache(state.cache, 1)
         glimpses = self._glimpses(state.seen, torch.ones_like(span.count))
-        self.read(span.tokens[:, :1], positions, attends=own, more=(glimpses,))
+        self.run(self._read, span.tokens[:, :1], positions, own, glimpses)
         state.cache.keep(None, new.long())
 
     def propose(self, state: GlideState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
 
-        def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+        def step(tokens: Tensor, origin: Tensor, visible: Tensor, level: int) -> Tensor:
             n = tokens.shape[1]
-            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.compiles)
+            own, _ = attend_cache(state.cache, n, visible.shape[2] - n, visible, self.compiles)
             positions = (at + level)[:, None].repeat(1, n)
-            return self.scores(self.read(tokens, positions, attends=own, more=(glimpses,)))
+            return self.scores(self.run(self._read, tokens, positions, own, glimpses))
 
         draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step)
@@ -246,9 +246,9 @@ class Glide(HeadDrafter):
         slots = first_slots(seen, count)
         return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
 
-    def _read(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Glimpses) -> Rows:
+    def _read(self, tokens: Tensor, *others: Any) -> Rows:
         own = self.head.embed_tokens
-        return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
+        return self.head((self.target.embed if own is None else own)(tokens), *others)
 
 
 def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:

@@ -91,8 +91,5 @@ class Medusa(ParallelDrafter):
     def update(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
-        hidden = self.read(last, more=(state.hidden.shape[1],))[:, 0]
+        hidden = self.run(self.head.forward, last, state.hidden.shape[1])[:, 0]
         state.hidden, state.root, state.length = hidden, span.root, span.start + span.count
-
-    def _read(self, features: Float[Tensor, "B 1 H"], depth: int) -> Float[Tensor, "B 1 N H"]:
-        return self.head(features, depth)
