@@ -17,10 +17,9 @@ from slipstream.targets.decoder import NO_MATRIX, DecoderConfig, Undescribed, We
 
 # Which keys each row sees: a mask, or lists as `ops.attention` takes them.
 Visible = Bool[Tensor, "#B 1 #T S"] | Int[Tensor, "#B 1 #T L"]
+Stored = Float[Tensor, "B heads S D"]
 # Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
-Attend = Callable[
-    [Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
-]
+Attend = Callable[[Tensor, Tensor], tuple[Stored, Stored, Visible]]
 Rows = Float[Tensor, "B T H"]
 Positions = Int[Tensor, "#B T"]
 CosSin = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
@@ -76,15 +75,9 @@ class Rope:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
-        )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](
-            llama, torch.device("cpu")
-        )
+        rope = {"rope_theta": config.rope_theta, **config.rope_scaling}
+        llama = LlamaConfig(head_dim=config.head_dim, rope_parameters=rope)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
         return cls(frequencies.tolist(), float(factor))
 
     def __call__(self, positions: Positions, dtype: torch.dtype) -> CosSin:
@@ -103,11 +96,12 @@ class Attention(nn.Module):
     def __init__(self, config: LayerConfig, inputs: int = 1) -> None:
         """`inputs` states, side by side, make a row of x: I = inputs·H."""
         super().__init__()
-        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(inputs * H, config.num_attention_heads * D, bias)
-        self.k_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
-        self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
+        H, D, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+        counts = (heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(inputs * H, count * D, config.attention_bias) for count in counts
+        )
+        self.o_proj = nn.Linear(heads * D, H, config.output_bias)
         self.head_dim, self.rope = D, Rope.of(config)  # last: a D that no memory holds has failed by now
 
     def forward(self, x: Float[Tensor, "B T I"], rotary: CosSin, attend: Attend) -> Rows:
@@ -124,10 +118,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        H, I = config.hidden_size, config.intermediate_size  # noqa: E741
-        self.gate_proj = nn.Linear(H, I, bias=False)
-        self.up_proj = nn.Linear(H, I, bias=False)
-        self.down_proj = nn.Linear(I, H, bias=False)
+        H, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (nn.Linear(H, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, H, bias=False)
         self.act = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Rows) -> Rows:
@@ -146,7 +139,7 @@ class OneCall:
         mlp: MLP | None = None,
         second: nn.Module | None = None,
     ) -> None:
-        self._config, self._attention, self._mlp, self._norms = config, attention, mlp, (before, second)
+        self._config, self._parts = config, (attention, before, mlp, second)
         self._run: Any = None
         self._weights: Weights | None = None
 
@@ -172,15 +165,14 @@ class OneCall:
             stored = ([layers[attend.layer]] for layers in cache.stored)
             of_cache = reads, *angles, *stored, cache.slots, [attend.seen], cache.view
         if self._weights is None or self._weights.changed:
-            modules = (self._attention, self._mlp, *self._norms)
-            self._weights = Weights(part for module in modules if module for part in module.modules())
+            self._weights = Weights(module for part in self._parts if part for module in part.modules())
             self._run = None
             with suppress(Undescribed):
                 self._run = self._described()
         return None if self._run is None else self._run(x, *of_cache, [])[0]
 
     def _described(self) -> Callable[..., list[Tensor]]:
-        config, attention, mlp = self._config, self._attention, self._mlp
+        config, (attention, before, mlp, second) = self._config, self._parts
         kind = DecoderConfig(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -193,13 +185,10 @@ class OneCall:
         for module, names in (attention, PROJECTIONS), (mlp, PRODUCTS):
             for name in names:
                 weights += NO_MATRIX if module is None else matrix(getattr(module, name))
-        before, second = self._norms
         for layer_norm in (before, None, second, None, None, None):
             weights += norm(layer_norm)
-        kinds = {
-            (weight.dtype, weight.dim()) for weight in weights if weight is not None and weight.dim() > 1
-        }
-        if len(kinds) > 1:
+        matrices = [weight for weight in weights if weight is not None and weight.dim() > 1]
+        if len({(weight.dtype, weight.dim()) for weight in matrices}) > 1:
             raise Undescribed("weights of several kinds")
         return kind.layers([*weights, None, *norm(None)], (0, 0, 0))
 
@@ -229,11 +218,11 @@ def attended(
     q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Visible
 ) -> Float[Tensor, "B T A D"]:
     """Attention where several heads may share keys. Branches, as Dynamo makes no bool of free sizes."""
+    scale = q.shape[-1] ** -0.5
     if seen.dtype == torch.int32:
-        lists = seen.expand(-1, -1, q.shape[2], -1)
-        return ops.attention(q, key, value, lists, q.shape[-1] ** -0.5)
+        return ops.attention(q, key, value, seen.expand(-1, -1, q.shape[2], -1), scale)
     if training_attention.learns(q):
-        return training_attention.attention(q, key, value, seen, q.shape[-1] ** -0.5).transpose(1, 2)
+        return training_attention.attention(q, key, value, seen, scale).transpose(1, 2)
     if q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
     if q.shape[1] == key.shape[1]:

@@ -37,6 +37,11 @@ class ParallelDrafter(HeadDrafter):
         return int(self.head.config.depth)
 
     @property
+    def drafted(self) -> int:
+        """The depth of the deepest tree that was asked for: no step needs deeper guesses."""
+        return max(spec.depth for spec in self._checked)
+
+    @property
     def one_law(self) -> bool:
         """All nodes of a depth have the same law."""
         return True
@@ -47,19 +52,19 @@ class ParallelDrafter(HeadDrafter):
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
     def propose(self, state: ParallelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
-        draft, level = Draft(self, self.shaped(spec), sampler), 0
-        if draft.tree_spec.depth > (drafted := state.hidden.shape[1]):
+        spec = self.shaped(spec)
+        draft, level = Draft(self, spec, sampler), 0
+        if spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
-                f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this engine drafts "
-                f"{drafted} tokens: name it among the engine's specs"
+                f"tree {spec.name!r} is {spec.depth} deep and this engine drafts {drafted} tokens: name it "
+                "among the engine's specs"
             )
-        scores = self.scores(state.hidden[:, : draft.tree_spec.depth])
-        plain = self.one_law and not any(sampler.grammar_states)
-        if plain and draft.tree_spec.best_first and is_host(scores):
+        scores = self.scores(state.hidden[:, : spec.depth])
+        if self.one_law and spec.best_first and not any(sampler.grammar_states) and is_host(scores):
             laws = scores.split(1, 1) if draft.noisy else [scores]  # noise has its place in the text
             levels = (draft.children(law, state.length + i) for i, law in enumerate(laws, 1))
             ids, log_q = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
-            return best_first(state.root, ids, log_q, draft.tree_spec.nodes)
+            return best_first(state.root, ids, log_q, spec.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
@@ -79,6 +84,5 @@ class ParallelDrafter(HeadDrafter):
     def behind(
         self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]
     ) -> Float[Tensor, "B F1 Vd"]:
-        """Scores of what stands behind drafted tokens; one law for all of them where it does not depend on
-        them."""
+        """Scores of what stands behind drafted tokens; one law for all where it does not depend on them."""
         return scores

@@ -51,22 +51,21 @@ def save_drafter(
     """
     check_claim(directory, ("train", "import"), force)
     made_for = {"name": target.name, "fingerprint": target.fingerprint}
-    heading = {"method": method, "version": VERSION, "target": made_for}
-    written = tensors if dtype is None else stored(tensors, dtype)
-    write_directory(directory, {**heading, **config, "training": training}, written)
+    config = {"method": method, "version": VERSION, "target": made_for, **config, "training": training}
+    write_directory(directory, config, tensors if dtype is None else stored(tensors, dtype))
     (Path(directory) / TUNED).unlink(missing_ok=True)
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Floating tensors as `dtype`. With int8, matrices are integer multiples of a step, a 127th of each row's
     largest entry, and other tensors are bfloat16."""
-    result = dict(tensors)
+    result, other = dict(tensors), torch.bfloat16 if dtype == torch.int8 else dtype
     for name, tensor in tensors.items():
         if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
             step = tensor.detach().float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
             result |= {name: (tensor.detach() / step).round().to(torch.int8), name + STEP: step[:, 0]}
         elif tensor.is_floating_point():
-            result[name] = tensor.to(torch.bfloat16 if dtype == torch.int8 else dtype)
+            result[name] = tensor.to(other)
     return result
 
 
@@ -128,26 +127,24 @@ def find_drafter(name: str, target: Target) -> Path:
 def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors of a drafter directory. Raises ValueError if it is none, cannot be
     read, or was made for another target."""
-    home = Path(directory).expanduser()
+    home, source = Path(directory).expanduser(), f"drafter directory {directory}"
     config = read_json(home / "config.json", "drafter's")
     try:
         made_for, version = config["target"]["fingerprint"], config["version"]
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"drafter directory {directory}: config.json is not Slipstream's: `{suggested('import')}` "
-            "reads public checkpoints"
-        ) from error
+        fix = f"`{suggested('import')}` reads public checkpoints"
+        raise ValueError(f"{source}: config.json is not Slipstream's: {fix}") from error
     if version != VERSION:
-        raise ValueError(f"drafter directory {directory} has version {version}; Slipstream reads {VERSION}")
+        raise ValueError(f"{source} has version {version}; Slipstream reads {VERSION}")
     if made_for != target.fingerprint:
         raise ValueError(
             f"drafter {directory} was made for target {made_for} "
             f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load the "
             f"target it was made for, or train one ({suggested('train')})"
         )
-    tensors = _read_tensors(home / "model.safetensors", f"drafter directory {directory}: model.safetensors")
+    tensors = _read_tensors(home / "model.safetensors", f"{source}: model.safetensors")
     largest = max(target.vocab, DEEPEST, *(size for tensor in tensors.values() for size in tensor.shape))
-    _check_config(config, largest, f"drafter directory {directory}: config.json")
+    _check_config(config, largest, f"{source}: config.json")
     return config, tensors
 
 
@@ -244,7 +241,6 @@ def tuned_file(directory: str | Path) -> Path:
 
 
 def _setting(temperature: float, texts: int) -> str:
-    """The name of an entry."""
     return f"T {'>' if temperature else '='} 0{f', {texts} texts' * (texts > 1)}"
 
 
