@@ -36,7 +36,7 @@ MANY = 64  # so many tokens, read at once, show what reading one costs
 @dataclass
 class AutoState(HybridState):
     """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Before it has
-    read for the first time (`reads`) it knows nothing of any row. It begins with what is in its reach."""
+    read for the first time (`reads`) it knows nothing of any row, and begins with what is in its reach."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
@@ -79,14 +79,9 @@ class AutoState(HybridState):
 
 @final
 class Auto(Drafter):
-    """A policy chooses among a bare root, a match, and the head's trees with a match in them. In rounds
-    without its tree the head does nothing: it reads what it missed when it drafts again.
-
-    Args:
-        head: grows the trees. Without one there are matches alone.
-        remember: see `Suffix`.
-        tuned: the head's trees, as `tune` found them; by default its `ladder`.
-    """
+    """A policy chooses among a bare root, a match, and the head's trees with a match in them; without a head
+    there are matches alone. Its trees are those that `tune` found, by default its `ladder`. In rounds without
+    its tree the head does nothing: it reads what it missed when it drafts again."""
 
     def __init__(
         self,

@@ -47,16 +47,9 @@ class Head(nn.Module):
 
 
 class HeadDrafter(Proposer):
-    """Drafts with a trained head.
-
-    Args:
-        target: it lends the head its embedding and, where the head has none, its LM head.
-        vocab: target ids that the head's candidates are taken from, sorted; all by default.
-        tree, proposal: see `Proposer`.
-
-    Raises:
-        ValueError: the vocabulary has another size than the head's own LM head; also see `Proposer`.
-    """
+    """Drafts with a trained head. The target lends it its embedding and, where the head has none, its LM
+    head. Candidates are of the sorted target ids `vocab`, by default of all. Raises ValueError if these are
+    others than the head's own LM head has, and as `Proposer` does."""
 
     method: ClassVar[str]
     module: ClassVar[type[Head]]

@@ -37,14 +37,7 @@ SCALED = ("linear", "llama3", "yarn")  # ropes whose frequencies do not depend o
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes of a Llama-like decoder layer, under Hugging Face's names.
-
-    Attributes:
-        attention_bias: the projections of queries, keys and values have a bias.
-        output_bias: the projection of attention's output has one.
-        rope_scaling: the type, one of `SCALED`, and its numbers, as in Hugging Face's config.json; None:
-            plain.
-    """
+    """Sizes of a Llama-like decoder layer, under Hugging Face's names."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,9 +47,9 @@ class LayerConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
-    attention_bias: bool = False
-    output_bias: bool = False
-    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = False  # of the projections to queries, keys and values
+    output_bias: bool = False  # of the projection of attention's output
+    rope_scaling: Mapping[str, Any] | None = None  # a type of `SCALED` and its numbers, as in config.json
 
 
 class Rope:
@@ -128,8 +121,8 @@ class MLP(nn.Module):
 
 
 class OneCall:
-    """One call of our kernels for attention or MLP of a layer, or both, each with the norm before it and the
-    residual around it: on a CPU, where linear layers are packed and attention reads lists of keys."""
+    """One call of our kernels for attention or MLP of a layer, or both, with the norms before and residuals
+    around them: on a CPU, where linear layers are packed and attention reads lists of keys."""
 
     def __init__(
         self,
@@ -258,12 +251,8 @@ def attend_cache(
     compiles: bool = False,
 ) -> tuple[list[CacheAttend], Int[Tensor, "B R"]]:
     """(`Attend` of each layer, positions) of `rows` new rows, `after` scratch slots behind the kept tokens.
-
-    Args:
-        among: which of the step's A = after + rows scratch slots each new row sees; default: the earlier
-            ones and its own.
-        compiles: attend through the cache's `LayerView`s, once it has storage.
-    """
+    Each sees, of the step's A = after + rows scratch slots, those that `among` says, or the earlier ones and
+    its own. `compiles`: attend through the cache's `LayerView`s, once it has storage."""
     cache.reserve(rows, after)
     at = cache.used.device
     depths = after + torch.arange(rows, device=at)

@@ -35,17 +35,11 @@ Logits = Float[Tensor, "n Vd"]
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to predict f_{i+1}, which gives t_{i+2}.
+    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to predict f_{i+1}, which gives t_{i+2}."""
 
-    Attributes:
-        features: f_0 … f_T, noise not yet added; of several taps, what the LM head reads comes last.
-        tokens: t_0 … t_{T+1}.
-        counts: t_{i+2} is a token to learn.
-    """
-
-    features: Float[Tensor, "B T1 F"]
-    tokens: Int[Tensor, "B T2"]
-    counts: Bool[Tensor, "B T"]
+    features: Float[Tensor, "B T1 F"]  # f_0 … f_T without noise; of several taps, the LM head's comes last
+    tokens: Int[Tensor, "B T2"]  # t_0 … t_{T+1}
+    counts: Bool[Tensor, "B T"]  # t_{i+2} is a token to learn
 
     @classmethod
     def collate(
@@ -91,17 +85,12 @@ class LossOfLaw(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A trained head, in float32.
+    """A trained head, in float32."""
 
-    Attributes:
-        name: the recipe's: a method whose weights ship, or a directory.
-        vocab: its draft vocabulary; None: all tokens.
-    """
-
-    name: str
+    name: str  # the recipe's: a method whose weights ship, or a directory
     method: str
     head: Any
-    vocab: Int[Tensor, " Vd"] | None
+    vocab: Int[Tensor, " Vd"] | None  # None: all tokens
 
     @classmethod
     def read(cls, name: str, target: Target, draft_vocab: int) -> "WarmStart":
@@ -136,23 +125,14 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class NewHead:
-    """What `Objective.new` makes a head from.
+    """What `Objective.new` makes a head from."""
 
-    Attributes:
-        settings: the section `head` of the method's recipe.
-        sizes: of a layer, and the taps.
-        lm_head: the target's over the draft vocabulary, of `vocab` tokens, float32.
-        states: some of each recorded tap, the final ones last.
-        gains: see `Objective`.
-        start: of `head.start`.
-    """
-
-    settings: Any
-    sizes: dict[str, Any]
-    lm_head: nn.Module
-    vocab: int
-    states: Sequence[Float[Tensor, "T _"]]
-    gains: Float[Tensor, " taps1"]
+    settings: Any  # the section `head` of the method's recipe
+    sizes: dict[str, Any]  # of a layer, and the taps
+    lm_head: nn.Module  # the target's over the draft vocabulary, float32
+    vocab: int  # tokens of the draft vocabulary
+    states: Sequence[Float[Tensor, "T _"]]  # some of each recorded tap, the final ones last
+    gains: Float[Tensor, " taps1"]  # see `Objective`
     target: Target
     generator: torch.Generator
     start: WarmStart | None

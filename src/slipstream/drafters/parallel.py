@@ -26,11 +26,8 @@ class ParallelState(State):
 class ParallelDrafter(HeadDrafter):
     """Drafts with N laws, of which as many are made as its trees are deep. From them any tree grows without
     another pass: FastEagle's Backbone Expansion ("backbone-7x10"), Medusa's static trees, or the most
-    probable nodes ("best-first-7x26").
-
-    At T > 0 children sampled from one law serve all nodes of a depth: the walk visits only one of these
-    nodes, and which one does not depend on the draws below it.
-    """
+    probable nodes ("best-first-7x26"). At T > 0 children sampled from one law serve all nodes of a depth: the
+    walk visits only one of these nodes, and which one does not depend on the draws below it."""
 
     @property
     def deepest(self) -> int:

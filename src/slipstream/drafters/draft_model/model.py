@@ -63,17 +63,10 @@ class LayerSubset(nn.Module):
 
 @final
 class DraftModel(Proposer):
-    """Drafts with any causal LM that has the target's tokenizer.
-
-    Args:
-        model: the smaller model, as a target of its own.
-        tree, proposal: see `Proposer`. "sampled" chains are speculative sampling as published.
-        vocab: the sorted tokens of the model's logits; all tokens by default.
-        part: the weights, if the model consists of the target's blocks.
-
-    Raises:
-        ValueError: the tokenizers differ; also see `Proposer`.
-    """
+    """Drafts with any causal LM that has the target's tokenizer: a `model`, as a target of its own, whose
+    logits are of the sorted tokens `vocab`, by default of all. It may be a `part` of the target. "sampled"
+    chains are speculative sampling as published. Raises ValueError if the tokenizers differ, and as
+    `Proposer` does."""
 
     method = "draft-model"
 

@@ -1,10 +1,9 @@
 """EAGLE: a head of one layer predicts the target's next feature, and the target's LM head reads it. EAGLE-1
 (§3) grows static trees and EAGLE-2 dynamic ones, from the same weights.
 
-EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test") drafts in the same steps. Its head reads three of the target's states in the first step,
-and its own state later. As in public checkpoints, it has an LM head of its own over a draft vocabulary, and
-predicts no feature.
+EAGLE-3 (Li et al. 2025, "Scaling up Inference Acceleration of Large Language Models via Training-Time Test")
+drafts in the same steps. Its head reads three of the target's states first, and its own state later. As in
+public checkpoints, it has an LM head of its own over a draft vocabulary, and predicts no feature.
 """
 
 from dataclasses import dataclass
@@ -43,20 +42,11 @@ INPUTS = {  # whether tokens are read, and states
 
 @dataclass(frozen=True)
 class EagleConfig(HeadConfig):
-    """The sizes of an `EagleHead`.
+    """The sizes of an `EagleHead`. Raises ValueError if there are no such inputs, or several taps."""
 
-    Attributes:
-        bias: the fc has a bias. vLLM ignores one without a warning, so new heads have none.
-        input_norm: a norm stands before attention (variant "eagle-prenorm"); public checkpoints have none.
-        inputs: what the head reads, a key of `INPUTS`; the others are for comparison (§4.3.2, Fig. 8).
-
-    Raises:
-        ValueError: there are no such inputs, or several taps.
-    """
-
-    bias: bool = False
-    input_norm: bool = False
-    inputs: str = "shifted"
+    bias: bool = False  # of the fc. vLLM ignores one without a warning, so new heads have none
+    input_norm: bool = False  # before attention (variant "eagle-prenorm"); public checkpoints have none
+    inputs: str = "shifted"  # a key of `INPUTS`; the others are for comparison (§4.3.2, Fig. 8)
 
     def __post_init__(self) -> None:
         check_one_tap(self.taps)
@@ -105,25 +95,15 @@ class EagleHead(Head):
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """The sizes of an `Eagle3Head`. `norm_output`, `norm_before_fc` and `fc_norm` are of EAGLE 3.1.
+    """The sizes of an `Eagle3Head`."""
 
-    Attributes:
-        draft_vocab_size: rows of its LM head.
-        norm_before_residual: the layer's residual is the normed state, as in some public checkpoints.
-        norm_output: later steps read the normed state that the LM head reads.
-        norm_before_fc: the concatenated taps have a norm.
-        fc_norm: each tap has a norm of its own.
-        target_hidden_size: width of the taps; 0: the head's.
-        vocab_size: V, if the head has an embedding of its own; 0: it reads the target's.
-    """
-
-    draft_vocab_size: int = 32000
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    target_hidden_size: int = 0
-    vocab_size: int = 0
+    draft_vocab_size: int = 32000  # rows of its LM head
+    norm_before_residual: bool = False  # the layer's residual is normed, as in some public checkpoints
+    norm_output: bool = False  # of EAGLE 3.1: later steps read the normed state that the LM head reads
+    norm_before_fc: bool = False  # of EAGLE 3.1: the concatenated taps have a norm
+    fc_norm: bool = False  # of EAGLE 3.1: each tap has a norm of its own
+    target_hidden_size: int = 0  # width of the taps; 0: the head's
+    vocab_size: int = 0  # V, if the head has an embedding of its own; 0: it reads the target's
 
 
 class Eagle3Layer(nn.Module):

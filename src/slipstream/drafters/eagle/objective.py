@@ -16,20 +16,18 @@ from slipstream.drafters.recipe import Recipe, StartedHead, StatesHead, StepsLos
 
 
 class UnrolledLoss(StepsLoss):
-    """Of drafters that read their own predictions, over `unroll` draft steps. The first step reads the
-    target's states, the others what the step before predicted. 1 is EAGLE's training; more are EAGLE-3's
-    training-time test.
-    """
+    """Of drafters that read their own predictions."""
 
-    unroll: int = Field(default=1, ge=1, le=8)
+    unroll: int = Field(
+        default=1, ge=1, le=8
+    )  # draft steps: 1 as EAGLE, more as EAGLE-3's training-time test
 
 
 class EagleRecipe(Recipe):
     """EAGLE."""
 
     class Head(StartedHead):
-        """`input_norm`: a norm before attention, which the public layout does not have. `inputs`: what the
-        head reads, for the comparison of EAGLE's Figure 8."""
+        """See `EagleConfig`."""
 
         input_norm: bool = False
         inputs: Literal["shifted", "unshifted", "features", "tokens"] = "shifted"

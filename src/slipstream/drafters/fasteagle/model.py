@@ -20,21 +20,13 @@ from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 @dataclass(frozen=True)
 class FastEagleConfig(HeadConfig):
-    """The head's sizes.
+    """The head's sizes."""
 
-    Attributes:
-        depth: N, the number of layers, and of tokens drafted.
-        cascade: each layer reads the output of the one before; otherwise all read the same input (Table 2).
-        input_norm: a norm stands before attention. Layers that began as EAGLE's have none.
-        rank: of the term by which a law knows the token above it; 0: there is none, as in the paper.
-        draft_vocab_size: Vd, of that term.
-    """
-
-    depth: int = 7
-    cascade: bool = True
-    input_norm: bool = True
-    rank: int = 0
-    draft_vocab_size: int = 0
+    depth: int = 7  # N: layers, and tokens drafted
+    cascade: bool = True  # each layer reads the output of the one before; false: the first's input (Table 2)
+    input_norm: bool = True  # before attention. Layers that began as EAGLE's have none
+    rank: int = 0  # of the term by which a law knows the token above it; 0: there is none, as in the paper
+    draft_vocab_size: int = 0  # Vd, of that term
 
 
 class TokenTerm(nn.Module):

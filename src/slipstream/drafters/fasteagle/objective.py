@@ -19,18 +19,11 @@ class FastEagleRecipe(Recipe):
     """FastEagle."""
 
     class Head(StatesHead):
-        """The cascade.
+        """The cascade. It may `start` as an eagle head, too, as which every layer begins."""
 
-        Attributes:
-            depth: N, layers, and tokens that they draft.
-            cascade: each layer reads the one before it; false: all read the same, as parallel heads do.
-            start: may be an eagle head, too, as which every layer begins.
-            rank: of a term by which a law knows the token above it; 0: none, as in the paper.
-        """
-
-        depth: Depth = 7
-        cascade: bool = True
-        rank: int = Field(default=0, ge=0, le=1024)
+        depth: Depth = 7  # N: layers, and tokens that they draft
+        cascade: bool = True  # each layer reads the one before it; false: all the same, as parallel heads do
+        rank: int = Field(default=0, ge=0, le=1024)  # of a term of the token above; 0: none, as in the paper
         tree: str = "backbone-7x10"
 
         def layers_built(self, width: int) -> tuple[int, int]:
@@ -50,8 +43,7 @@ class FastEagleRecipe(Recipe):
 
 @final
 class FastEagleObjective(Objective):
-    """FastEagle §2.3: every layer's state and law, end to end. The paper's w_i = 0.9^{N−i} is decay =
-    1/0.9."""
+    """FastEagle §2.3: every layer's state and law, end to end."""
 
     drafts = FastEagle
 

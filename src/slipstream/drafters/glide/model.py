@@ -27,6 +27,7 @@ from slipstream.drafters.layers import (
     Positions,
     Rope,
     Rows,
+    Stored,
     Visible,
     attend_cache,
     attended,
@@ -37,41 +38,27 @@ from slipstream.drafters.proposer import Draft
 from slipstream.kernels.compiled import freed
 
 # The target's keys and values of one block, and which of them each row sees.
-Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
+Glimpse = tuple[Stored, Stored, Visible]
 Glimpses = Sequence[Glimpse | None]  # of each layer
 
 
 @dataclass(frozen=True)
 class GlideConfig(HeadConfig):
     """The head's sizes. Those of `LayerConfig` are the draft's own; `taps` name the target's caches that its
-    layers read. Without taps it is a decoder of the same size, the paper's vanilla draft.
+    layers read. Without taps it is a decoder of the same size, the paper's vanilla draft. Raises ValueError
+    if there are more taps than layers."""
 
-    Attributes:
-        depth: N_D, the number of its layers.
-        target_size: H, the width of the target's states.
-        target_heads, target_head_dim: of the target's queries and keys.
-        target_rope: for each cache that is read, the frequencies of the target's rotary positions and the
-            factor on their cos and sin; none if the target has no rotary positions.
-        target_pairs: these turn neighbouring numbers, as Cohere's do, and not halves, as Llama's.
-        vocab_size: V, if it has an embedding and an LM head of its own, as published; 0: the target's.
-        draft_vocab_size: rows of its own LM head.
-        cross_norm: a norm stands before cross-attention; the public code has none.
-        first_token: the draft also reads the text's first token, as the public code does.
-
-    Raises:
-        ValueError: there are more taps than layers.
-    """
-
-    depth: int = 1
-    target_size: int = 0
-    target_heads: int = 1
+    depth: int = 1  # N_D, its layers
+    target_size: int = 0  # H, of the target's states
+    target_heads: int = 1  # of the target's queries
     target_head_dim: int = 1
+    # Of each cache: frequencies of its rotary positions and a factor on their cos and sin; none without them.
     target_rope: Sequence[Sequence[Any]] = ()
-    target_pairs: bool = False
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
-    cross_norm: bool = True
-    first_token: bool = False
+    target_pairs: bool = False  # these turn neighbouring numbers, as Cohere's, and not halves, as Llama's
+    vocab_size: int = 0  # V, if embedding and LM head are its own, as published; 0: the target's
+    draft_vocab_size: int = 0  # rows of its own LM head
+    cross_norm: bool = True  # before cross-attention; the public code has none
+    first_token: bool = False  # it also reads the text's first token, as the public code does
 
     def __post_init__(self) -> None:
         if len(self.taps) > self.depth:
@@ -275,9 +262,7 @@ def rotates_pairs(target: Target) -> bool:
     return bool((by_pairs - key).norm() < (by_halves - key).norm())
 
 
-def split_kv(
-    cached: Float[Tensor, "B T W"], head_dim: int
-) -> tuple[Float[Tensor, "B heads T D"], Float[Tensor, "B heads T D"]]:
+def split_kv(cached: Float[Tensor, "B T W"], head_dim: int) -> tuple[Stored, Stored]:
     """Keys and values from a tap of a cache."""
     key, value = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in cached.chunk(2, -1))
     return key, value
