@@ -120,9 +120,9 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class OneCall:
-    """One call of our kernels for attention or MLP of a layer, or both, with the norms before and residuals
-    around them: on a CPU, where linear layers are packed and attention reads lists of keys."""
+class Residuals:
+    """x += attention(before(x)); x += mlp(second(x)), or one of them. On a CPU, where linear layers are
+    packed and attention reads lists of keys, it is one call of our kernels."""
 
     def __init__(
         self,
@@ -139,19 +139,23 @@ class OneCall:
     def __getstate__(self) -> dict[str, Any]:  # a copy of the modules is described anew
         return vars(self) | {"_run": None, "_weights": None}
 
-    def __call__(
-        self,
-        x: Rows,
-        rotary: CosSin | None = None,
-        attend: Attend | None = None,
-        reads: Float[Tensor, "B T I"] | None = None,
-    ) -> Rows | None:
-        """x with what they add; attention reads `reads` in the place of x. None: the modules must do it."""
+    def __call__(self, x: Rows, rotary: Any = None, attend: Any = None, reads: Tensor | None = None) -> Rows:
+        """Attention takes `rotary` and `attend`, and reads `reads` [B, T, I] in the place of x."""
+        if (out := self.one_call(x, rotary, attend, reads)) is not None:
+            return out
+        attention, before, mlp, second = self._parts
+        if attention is not None:
+            read = x if reads is None else reads
+            x = x + attention(read if before is None else before(read), rotary, attend)
+        return x if mlp is None or second is None else x + mlp(second(x))
+
+    def one_call(self, x: Rows, rotary: Any, attend: Any, reads: Tensor | None = None) -> Rows | None:
+        """By our kernels; None: the modules must do it."""
         if x.device.type != "cpu" or torch.is_grad_enabled():
             return None
         of_cache: tuple[Any, ...] = None, [], [], [], [], _NOWHERE, [], 0
         if attend is not None:
-            if rotary is None or not isinstance(attend, CacheAttend) or attend.seen.dtype != torch.int32:
+            if not isinstance(attend, CacheAttend) or attend.seen.dtype != torch.int32:
                 return None
             cache: Any = attend.cache
             angles = ([part.float()] for part in rotary)
@@ -193,18 +197,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm: nn.Module = nn.RMSNorm(H, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn, self.mlp = Attention(config), MLP(config)
         self.post_attention_layernorm = nn.RMSNorm(H, eps)
-        self.one_call = OneCall(
-            config, self.self_attn, self.input_layernorm, self.mlp, self.post_attention_layernorm
-        )
+        parts = self.self_attn, self.input_layernorm, self.mlp, self.post_attention_layernorm
+        self.residuals = Residuals(config, *parts)
 
     def forward(self, x: Rows, rotary: CosSin, attend: Attend) -> Rows:
-        if (out := self.one_call(x, rotary, attend)) is not None:
-            return out
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.residuals(x, rotary, attend)
 
 
 def attended(

@@ -25,8 +25,8 @@ from slipstream.drafters.layers import (
     Attend,
     Attention,
     DecoderLayer,
-    OneCall,
     Positions,
+    Residuals,
     Rows,
     attend_cache,
 )
@@ -116,17 +116,13 @@ class Eagle3Layer(nn.Module):
         )
         self.self_attn, self.mlp = Attention(config, inputs=2), MLP(config)
         self.norm_before_residual = config.norm_before_residual
-        self.one_call = OneCall(config, self.self_attn, None, self.mlp, self.post_attention_layernorm)
+        self.residuals = Residuals(config, self.self_attn, None, self.mlp, self.post_attention_layernorm)
 
     def forward(self, embedded: Rows, hidden: Rows, positions: Positions, attend: Attend) -> Rows:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        rotary = self.self_attn.rope(positions, x.dtype)
-        if (out := self.one_call(residual, rotary, attend, x)) is not None:
-            return out
-        x = residual + self.self_attn(x, rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.residuals(residual, self.self_attn.rope(positions, x.dtype), attend, x)
 
 
 class Eagle3Head(Head):

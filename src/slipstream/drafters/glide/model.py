@@ -23,8 +23,8 @@ from slipstream.drafters.layers import (
     MLP,
     Attend,
     Attention,
-    OneCall,
     Positions,
+    Residuals,
     Rope,
     Rows,
     Stored,
@@ -100,18 +100,14 @@ class GlideLayer(nn.Module):
         self.cross_layernorm: nn.Module = nn.RMSNorm(d, eps) if config.cross_norm else nn.Identity()
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.cross_attn: Any = CrossAttention(config, layer) if config.taps else None
-        self.attention_call = OneCall(config, self.self_attn, self.input_layernorm)
-        self.mlp_call = OneCall(config, mlp=self.mlp, second=self.post_attention_layernorm)
+        self.before_cross = Residuals(config, self.self_attn, self.input_layernorm)
+        self.behind_cross = Residuals(config, mlp=self.mlp, second=self.post_attention_layernorm)
 
     def forward(self, x: Rows, positions: Positions, attend: Attend, glimpse: Glimpse | None) -> Rows:
-        rotary = self.self_attn.rope(positions, x.dtype)
-        if (read := self.attention_call(x, rotary, attend)) is None:
-            read = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        x = self.before_cross(x, self.self_attn.rope(positions, x.dtype), attend)
         if glimpse is not None:
-            read = read + self.cross_attn(self.cross_layernorm(read), positions, glimpse)
-        if (out := self.mlp_call(read)) is None:
-            out = read + self.mlp(self.post_attention_layernorm(read))
-        return out
+            x = x + self.cross_attn(self.cross_layernorm(x), positions, glimpse)
+        return self.behind_cross(x)
 
 
 class GlideHead(Head):
