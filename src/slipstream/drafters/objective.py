@@ -3,7 +3,7 @@ begin as a trained one (`head.start`)."""
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain, compress
@@ -20,13 +20,15 @@ from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import HeadDrafter, layer_sizes
+from slipstream.drafters.proposer import Vocab
 from slipstream.drafters.recipe import HeadSettings, Recipe
 from slipstream.drafters.store import find_drafter, read_drafter, restored, stored
 from slipstream.files import understood
 
 ROWS = 32  # of logits that are taken together
 SMALL = 2**27  # weights that a head may have for any target
-Example = Any  # of `training.data`: its `tokens`, and `loss`, which of them are learnt
+Examples = Sequence[Any]  # of `training.data`: `tokens`, and `loss`, which of them are learnt
+Gains = Float[Tensor, " taps1"]  # factors, in training, of the embeddings and of the states of each tap
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
 Steps = Iterator[Float[Tensor, "B T H"]]
@@ -42,9 +44,7 @@ class Batch:
     counts: Bool[Tensor, "B T"]  # t_{i+2} is a token to learn
 
     @classmethod
-    def collate(
-        cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ F"]], device: Any
-    ) -> "Batch":
+    def collate(cls, examples: Examples, features: Sequence[Float[Tensor, "_ F"]], device: Any) -> "Batch":
         """Right-padded. Padding does not count, and no real token attends to it."""
         tokens = pad_sequence([torch.tensor(e.tokens) for e in examples], batch_first=True)
         counts = pad_sequence([torch.tensor(e.loss[2:]) for e in examples], batch_first=True)
@@ -90,7 +90,7 @@ class WarmStart:
     name: str  # the recipe's: a method whose weights ship, or a directory
     method: str
     head: Any
-    vocab: Int[Tensor, " Vd"] | None  # None: all tokens
+    vocab: Vocab | None  # None: all tokens
 
     @classmethod
     def read(cls, name: str, target: Target, draft_vocab: int) -> "WarmStart":
@@ -132,7 +132,7 @@ class NewHead:
     lm_head: nn.Module  # the target's over the draft vocabulary, float32
     vocab: int  # tokens of the draft vocabulary
     states: Sequence[Float[Tensor, "T _"]]  # some of each recorded tap, the final ones last
-    gains: Float[Tensor, " taps1"]  # see `Objective`
+    gains: Gains
     target: Target
     generator: torch.Generator
     start: WarmStart | None
@@ -154,30 +154,19 @@ class NewHead:
 
 
 class Objective(nn.Module):
-    """A head in training, and its loss.
+    """A head in training, and its loss. The target's embedding and LM head are read, and stay as they are.
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
     Adam moves every weight by about the learning rate, so it would take thousands of steps to learn from
-    embeddings. So inputs are scaled to the size of the final state, and `drafter` folds the scales into the
+    embeddings. So `gains` scale the inputs to the size of the final state, and `drafter` folds them into the
     head's weights.
-
-    Args:
-        target: its embedding and LM head are read, and stay as they are.
-        vocab: draft vocabulary, target ids.
-        gains: factors, in training, of the embeddings and of the states of each tap.
     """
 
     drafts: ClassVar[Any]
     reads_features: ClassVar[bool] = True  # otherwise `forward` makes the target's passes itself
-    gains: Float[Tensor, " taps1"]
+    gains: Gains
 
-    def __init__(
-        self,
-        head: Any,
-        target: Target,
-        vocab: Int[Tensor, " Vd"] | None,
-        gains: Float[Tensor, " taps1"] | None = None,
-    ) -> None:
+    def __init__(self, head: Any, target: Target, vocab: Vocab | None, gains: Gains | None = None) -> None:
         super().__init__()
         gains = torch.ones(1 + len(head.config.taps)) if gains is None else gains.float().cpu()
         self.register_buffer("gains", gains)
@@ -185,16 +174,14 @@ class Objective(nn.Module):
         self._target = target  # plain attributes: neither trained nor saved
         self.take_vocab(vocab)
 
-    def take_vocab(self, vocab: Int[Tensor, " Vd"] | None) -> None:
+    def take_vocab(self, vocab: Vocab | None) -> None:
         """Draft from these tokens; None: from all."""
         self._vocab = vocab
         self.lm_head = deepcopy(self._target.lm_head(vocab)).float()
 
     @classmethod
-    def begin(
-        cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
-    ) -> "Objective":
-        """An untrained head for this target. Some features show how large they are."""
+    def begin(cls, recipe: Recipe, target: Target, examples: Examples, features: Tensor) -> "Objective":
+        """An untrained head for this target. Some features [T, F] show how large they are."""
         settings, name = recipe.head, getattr(recipe.head, "start", None)
         start = None if name is None else WarmStart.read(name, target, settings.draft_vocab)
         vocab = frequent(examples, settings.draft_vocab, target.vocab) if start is None else start.vocab
@@ -296,7 +283,7 @@ def shifted_steps(states: Float[Tensor, "B T N H"]) -> Steps:
 
 
 def check_size(settings: HeadSettings, sizes: dict[str, Any], target: Target) -> None:
-    """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
+    """Raise ValueError for a head that is larger than its target, before memory is asked for."""
     H, inner = sizes["hidden_size"], sizes["intermediate_size"]
     layers, width = settings.layers_built(H)
     head = layers * width * (4 * width + 3 * inner)
@@ -314,22 +301,19 @@ def median_rms(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
     return states.pow(2).mean(-1).sqrt().median()
 
 
-def frequent(examples: Iterable[Example], size: int, vocab: int) -> Int[Tensor, " Vd"] | None:
+def frequent(examples: Examples, size: int, vocab: int) -> Vocab | None:
     """Ids of the `size` most frequent tokens to learn, sorted, filled up with the lowest ids; None: all."""
     if not 0 < size < vocab:
         return None
-    count = Counter(_learnt(examples))
+    count = _learnt(examples)
     return torch.tensor(sorted(sorted(range(vocab), key=lambda token: -count[token])[:size]))
 
 
-def coverage(examples: Iterable[Example], vocab: Int[Tensor, " Vd"] | None) -> float:
+def coverage(examples: Examples, vocab: Vocab | None) -> float:
     """The share of the tokens to learn that a draft vocabulary holds."""
-    if vocab is None:
-        return 1.0
-    known = set(vocab.tolist())
-    learnt = [token in known for token in _learnt(examples)]
-    return sum(learnt) / len(learnt)
+    count = _learnt(examples)
+    return 1.0 if vocab is None else sum(count[token] for token in vocab.tolist()) / count.total()
 
 
-def _learnt(examples: Iterable[Example]) -> Iterator[int]:
-    return chain.from_iterable(compress(example.tokens, example.loss) for example in examples)
+def _learnt(examples: Examples) -> Counter[int]:
+    return Counter(chain.from_iterable(compress(example.tokens, example.loss) for example in examples))
