@@ -31,7 +31,7 @@ from common import Plot, between, compiled, digits, drawn_of, pooled, prompts_by
 from slipstream.cli import common as cli
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
-from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.draft_model.model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla

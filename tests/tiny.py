@@ -42,16 +42,15 @@ from slipstream.core.tree import chain
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
-from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
-from slipstream.drafters.draft_model import DraftModel, LayerSubset
-from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
-from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
-from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
-from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
+from slipstream.drafters.bita.model import Bita, BitaConfig, BitaHead
+from slipstream.drafters.draft_model.model import DraftModel, LayerSubset
+from slipstream.drafters.eagle.model import Eagle, Eagle3, Eagle3Config, Eagle3Head, EagleConfig, EagleHead
+from slipstream.drafters.fasteagle.model import FastEagle, FastEagleConfig, FastEagleHead
+from slipstream.drafters.glide.model import Glide, GlideConfig, GlideHead
 from slipstream.drafters.heads import Head, block_taps, layer_sizes
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.lookahead import Lookahead
-from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
+from slipstream.drafters.medusa.model import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.suffix import NGram, Suffix
 from slipstream.drafters.tree_oracle import TreeOracle

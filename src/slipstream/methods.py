@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections import UserDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -69,21 +69,22 @@ def _method(name: str, help: str, make: str | None = None, **parts: Any) -> Meth
     return Method(name, help, make and f"slipstream.drafters.{make}", **parts)
 
 
-def _trained(name: str, help: str, prefix: str, make: str | None = None, **parts: Any) -> Method:
-    """A trained method. It has a folder, and its classes' names begin with `prefix`."""
-    home = f"slipstream.drafters.{name.replace('-', '_')}"
-    parts["layouts"] = {key: f"slipstream.interop.{path}" for key, path in parts.get("layouts", {}).items()}
-    drafter, trains = f"{home}.model:{prefix}", f"{home}.objective:{prefix}"
-    own = {"drafter": drafter, "objective": f"{trains}Objective", "recipe": f"{trains}Recipe"}
-    return _method(name, help, make, **own, **parts, tunes=True)
+def _trained(name: str, help: str, classes: str, layouts: Mapping[str, str] = {}, **parts: Any) -> Method:
+    """A trained method, whose `classes` are a folder and what the names of the classes there begin with."""
+    folder, prefix = classes.split(":")
+    model, objective = (f"slipstream.drafters.{folder}.{file}:{prefix}" for file in ("model", "objective"))
+    parts |= {"drafter": model, "objective": f"{objective}Objective", "recipe": f"{objective}Recipe"}
+    parts["layouts"] = {key: f"slipstream.interop.layouts:{layout}" for key, layout in layouts.items()}
+    return _method(name, help, **parts, tunes=True)
 
 
-_EAGLE = {"eagle": "layouts:EagleLayout", "eagle-sglang": "layouts:SGLangEagleLayout"}
-_EAGLE3 = {"eagle3": "layouts:Eagle3Layout", "speculators": "layouts:SpeculatorsLayout"}
-_FASTEAGLE = {"fasteagle-vllm": "layouts:FastEagleLayout"}
-_MEDUSA = {"medusa": "layouts:MedusaLayout", "medusa-vllm": "layouts:VLLMMedusaLayout"}
 _AUTO = "whatever is quickest here, round by round: auto:head=DIR"
 _SELF = "fewer of the target's blocks: self-speculative:skip=10-14"
+_EAGLE = {"eagle": "EagleLayout", "eagle-sglang": "SGLangEagleLayout"}
+_EAGLE3 = {"eagle3": "Eagle3Layout", "speculators": "SpeculatorsLayout"}
+_FASTEAGLE = {"fasteagle-vllm": "FastEagleLayout"}
+_MEDUSA = {"medusa": "MedusaLayout", "medusa-vllm": "VLLMMedusaLayout"}
+_MODEL: dict[str, Any] = {"make": "draft_model.model:DraftModel.named", "needs": "model"}
 
 TABLE = (
     _method("auto", _AUTO, "auto:Auto.named", tunes=True),
@@ -92,19 +93,13 @@ TABLE = (
     _method("suffix", "a tree of all that followed the same words before", "suffix:Suffix"),
     _method("lookahead", "n-grams that the target's own passes make", "lookahead:Lookahead"),
     _method("hybrid", "a head and matches in one tree: hybrid:head=fasteagle", "hybrid:Hybrid.named"),
-    _trained("eagle", "guesses the target's next state", "Eagle", layouts=_EAGLE),
-    _trained("eagle3", "guesses from three target states", "Eagle3", layouts=_EAGLE3),
-    _trained("fasteagle", "guesses several states in one pass", "FastEagle", layouts=_FASTEAGLE),
-    _trained("medusa", "a small head for each token ahead", "Medusa", layouts=_MEDUSA),
-    _trained("bita", "mask tokens in the target's own passes", "Bita"),
-    _trained("glide", "a decoder over the target's cache", "Glide"),
-    _trained(
-        "draft-model",
-        "a smaller LM: draft-model:model=DIR",
-        "DraftModel",
-        "draft_model.model:DraftModel.named",
-        needs="model",
-    ),
+    _trained("eagle", "guesses the target's next state", "eagle:Eagle", _EAGLE),
+    _trained("eagle3", "guesses from three target states", "eagle:Eagle3", _EAGLE3),
+    _trained("fasteagle", "guesses several states in one pass", "fasteagle:FastEagle", _FASTEAGLE),
+    _trained("medusa", "a small head for each token ahead", "medusa:Medusa", _MEDUSA),
+    _trained("bita", "mask tokens in the target's own passes", "bita:Bita"),
+    _trained("glide", "a decoder over the target's cache", "glide:Glide"),
+    _trained("draft-model", "a smaller LM: draft-model:model=DIR", "draft_model:DraftModel", **_MODEL),
     _method("self-speculative", _SELF, "draft_model.model:DraftModel.of_itself", tunes=True),
 )
 

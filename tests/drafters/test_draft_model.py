@@ -13,7 +13,7 @@ import tiny
 from slipstream.core.kv_cache import BLOCK
 from slipstream.core.tree import chain
 from slipstream.drafters import load_drafter, tuned_home
-from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.draft_model.model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.engine import engine as engines
 from slipstream.engine.generate import generate

@@ -10,7 +10,7 @@ import tiny
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree, chain
-from slipstream.drafters.fasteagle import FastEagle
+from slipstream.drafters.fasteagle.model import FastEagle
 from slipstream.engine.generate import generate
 
 PROMPTS = tiny.prompts(9, 4, 14)

@@ -17,7 +17,7 @@ from slipstream.drafters.layers import (
     CacheAttend,
     DecoderLayer,
     LayerConfig,
-    OneCall,
+    Residuals,
     Rope,
     attend_cache,
     attended,
@@ -96,7 +96,7 @@ def branch(cache: KVCache) -> tuple[CacheAttend, Tensor]:
 def said(layer: DecoderLayer, x: Tensor, cache: KVCache, reads: Tensor | None = None) -> Tensor:
     """One call's, of a branch."""
     attend, positions = branch(cache)
-    made = layer.one_call(x, layer.self_attn.rope(positions, x.dtype), attend, reads)
+    made = layer.residuals.one_call(x, layer.self_attn.rope(positions, x.dtype), attend, reads)
     assert made is not None
     return made
 
@@ -121,11 +121,9 @@ def test_one_call_says_what_the_modules_say(dtype, eight):
 
     def proven(read: Tensor | None = None) -> Tensor:
         """By modules, in another cache."""
-        layer.one_call, call = (lambda *_: None), layer.one_call
         attend, positions = branch(cached(layer, 9, dtype))
         normed = layer.input_layernorm(x if read is None else read)
         middle = x + layer.self_attn(normed, layer.self_attn.rope(positions, dtype), attend)
-        layer.one_call = call
         return middle + layer.mlp(layer.post_attention_layernorm(middle))
 
     def near(got: Tensor, want: Tensor) -> None:
@@ -134,8 +132,8 @@ def test_one_call_says_what_the_modules_say(dtype, eight):
 
     near(said(layer, x, cached(layer, 9, dtype)), proven())
     near(said(layer, x, cached(layer, 9, dtype), reads), proven(reads))
-    attention = OneCall(SIZES, layer.self_attn, layer.input_layernorm)
-    mlp = OneCall(SIZES, mlp=layer.mlp, second=layer.post_attention_layernorm)
+    attention = Residuals(SIZES, layer.self_attn, layer.input_layernorm)
+    mlp = Residuals(SIZES, mlp=layer.mlp, second=layer.post_attention_layernorm)
     attends, positions = attend_cache(cache := cached(layer, 9, dtype), 3)
     middle = attention(x, layer.self_attn.rope(positions, dtype), attends[0])
     attends, _ = attend_cache(cache, 3)
@@ -170,4 +168,4 @@ def test_modules_say_what_no_call_can():
         if config is not SIZES:
             own_products(layer, torch.float32, torch.device("cpu"))
         attends, positions = attend_cache(KVCache(1, 1), 2)
-        assert layer.one_call(x, layer.self_attn.rope(positions, x.dtype), attends[0]) is None
+        assert layer.residuals.one_call(x, layer.self_attn.rope(positions, x.dtype), attends[0]) is None

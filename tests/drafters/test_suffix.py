@@ -229,7 +229,6 @@ def test_answers_of_another_salt_are_not_matched():
     assert not tree.tokens[0, 1:].clamp(min=0).any()
     assert {7, 8} <= {*tree.tokens[1].tolist()}
     state.memory.put(torch.tensor([2, 3, 4]), torch.tensor(5))
-    state.matches = None
     tree = propose(drafter, state)
     assert {*tree.tokens[0, 1:].tolist()} <= {4, PAD}
     assert 4 in tree.tokens[0]

@@ -296,7 +296,7 @@ def test_a_missing_file_is_named(target, tmp_path):
     [({"input_norm": True}, "norm before attention"), ({"inputs": "tokens"}, "reads tokens inputs")],
 )
 def test_a_variant_that_no_layout_expresses_is_not_exported(target, tmp_path, variant, says):
-    from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
+    from slipstream.drafters.eagle.model import Eagle, EagleConfig, EagleHead
     from slipstream.drafters.heads import layer_sizes
 
     head = EagleHead(EagleConfig(**layer_sizes(target), **variant))

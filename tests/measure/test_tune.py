@@ -14,7 +14,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
-from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.draft_model.model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.engine import costs
 from slipstream.engine.policy import GUESS

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from os.path import exists
 from pkgutil import resolve_name

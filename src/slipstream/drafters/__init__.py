@@ -14,7 +14,7 @@ from slipstream.core.tree_spec import LARGEST, ROWS, shortened
 from slipstream.directories import check_drafter
 from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
-from slipstream.methods import METHODS, Method
+from slipstream.methods import METHODS
 from slipstream.spec import Named, Spec
 
 BUILT = ("head", "model", "target", "vocab", "part")  # a trained drafter's arguments that are not options
@@ -39,38 +39,32 @@ def load_drafter(
     """
     spec = Spec.parse(spec)
     check_drafter(spec)
-    method = METHODS.get(spec.name)
+    method, make = METHODS.get(spec.name), None
     if method is not None and method.makes(spec.options):
-        drafter = _make(method, spec, target, temperature, texts)
+        make = resolve_name(str(method.make))
+    if target is None and (make is None or "target" in signature(make).parameters):
+        raise ValueError(f"drafter {spec.name!r} is made for a target: pass it, load_drafter(…, target)")
+    if method is not None and make is not None:
+        known = {"target": target, "temperature": temperature, "texts": texts}
+        filled = {name: value for name, value in known.items() if name in signature(make).parameters}
+        tuned = dict[str, str]()
+        if method.tunes and target is not None:
+            tuned = read_tuned(tuned_home(spec, target), target.place, temperature, texts)
+        drafter = make(**filled, **_options(spec, make, filled, temperature, tuned))
     else:
-        target = _needed(target, spec.name)
+        assert target is not None
         home, source = find_drafter(spec.name, target), f"drafter directory {spec.name}"
         config, tensors = read_drafter(home, target)
         with understood(source):
             cls = drafter_class(config.get("method"), source)
             tuned = read_tuned(home, target.place, temperature, texts)
-            options = _checked(cls, _with_defaults(spec, cls, temperature, tuned), BUILT)
-            drafter = cls.load(config, tensors, target, **options)
+            drafter = cls.load(config, tensors, target, **_options(spec, cls, BUILT, temperature, tuned))
     if drafter.rows > ROWS:
         raise ValueError(
             f"drafter {shortened(str(spec))!r} costs target passes over {drafter.rows:,} rows; at most are "
             f"{ROWS:,}: name less"
         )
     return drafter
-
-
-def _make(method: Method, spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
-    """A drafter without a directory of its own."""
-    make: Callable[..., Drafter] = resolve_name(str(method.make))
-    parameters = signature(make).parameters
-    if "target" in parameters:
-        target = _needed(target, spec.name)
-    arguments = {"target": target, "temperature": temperature, "texts": texts}
-    arguments = {name: value for name, value in arguments.items() if name in parameters}
-    tuned = dict[str, str]()
-    if method.tunes and target is not None:
-        tuned = read_tuned(tuned_home(spec, target), target.place, temperature, texts)
-    return make(**arguments, **_checked(make, _with_defaults(spec, make, temperature, tuned), arguments))
 
 
 def tuned_home(spec: Named, target: Target) -> Path:
@@ -86,18 +80,6 @@ def tuned_home(spec: Named, target: Target) -> Path:
     return cache_home() / "tuned" / target.fingerprint / name
 
 
-def _with_defaults(
-    spec: Spec, make: Callable[..., Drafter], temperature: float, tuned: dict[str, str]
-) -> Spec:
-    """The spec with the options that `tune` chose here; a tree or a proposal in the spec replaces both. At
-    T > 0 it proposes by the target's noise unless it says otherwise: that accepts more than top-k, and unlike
-    sampled children it keeps same seed, same text (docs/eagle.md)."""
-    if not spec.options.keys().isdisjoint(("tree", "proposal")):
-        tuned = {key: value for key, value in tuned.items() if key == "skip"}
-    noise = {"proposal": "noise"} if temperature and "proposal" in signature(make).parameters else {}
-    return Spec(spec.name, noise | tuned | spec.options)
-
-
 def drafter_class(method: Any, source: str) -> Any:
     """The class of a trained method. Raises ValueError."""
     known = {name: entry.drafter for name, entry in METHODS.items() if entry.drafter is not None}
@@ -106,16 +88,22 @@ def drafter_class(method: Any, source: str) -> Any:
     return resolve_name(known[method])
 
 
-def _needed(target: Target | None, name: str) -> Target:
-    if target is None:
-        raise ValueError(f"drafter {name!r} is made for a target: pass it, load_drafter(…, target)")
-    return target
-
-
-def _checked(make: Callable[..., Drafter], spec: Spec, without: Collection[str]) -> dict[str, Any]:
-    """A spec's options as arguments of `make`. Raises ValueError for an unknown or a missing one."""
-    known = {name: p for name, p in signature(make).parameters.items() if name not in without}
-    options: dict[str, Any] = {}
+def _options(
+    spec: Spec,
+    make: Callable[..., Drafter],
+    filled: Collection[str],
+    temperature: float,
+    tuned: dict[str, str],
+) -> dict[str, Any]:
+    """A spec's options as arguments of `make`, and those that `tune` chose here; a tree or a proposal in the
+    spec replaces both. At T > 0 it proposes by the target's noise unless it says otherwise: that accepts more
+    than top-k, and unlike sampled children it keeps same seed, same text (docs/eagle.md). Raises ValueError
+    for an unknown option or a missing one."""
+    known = {name: p for name, p in signature(make).parameters.items() if name not in filled}
+    if not spec.options.keys().isdisjoint(("tree", "proposal")):
+        tuned = {key: value for key, value in tuned.items() if key == "skip"}
+    noise = {"proposal": "noise"} if temperature and "proposal" in known else {}
+    spec, options = Spec(spec.name, noise | tuned | spec.options), dict[str, Any]()
     for key, value in spec.options.items():
         if key not in known:
             raise ValueError(

@@ -3,8 +3,8 @@
 `engine.policy` decides which of its candidate trees a round grows.
 """
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import final
@@ -20,9 +20,8 @@ from slipstream.core.tree import Tree
 from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.hybrid import Hybrid, HybridState
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.store import read_rungs
+from slipstream.drafters.store import find_drafter, read_rungs
 from slipstream.drafters.suffix import Suffix
-from slipstream.methods import SHIPPED
 from slipstream.spec import Named, Spec
 
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
@@ -37,7 +36,7 @@ MANY = 64  # so many tokens, read at once, show what reading one costs
 @dataclass
 class AutoState(HybridState):
     """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Before it has
-    read for the first time (`reads`) it knows nothing of any row. It begins with what is in its reach."""
+    read for the first time (`reads`) it knows nothing of any row, and begins with what is in its reach."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
@@ -50,15 +49,15 @@ class AutoState(HybridState):
         features = self.missed[-1].features if self.missed else None
         return 0 if features is None else features[0, 0].nbytes
 
+    def set_missed(self, spans: list[Span]) -> None:
+        self.missed, self.columns = spans, sum(span.tokens.numel() for span in spans)
+
     def flush(self) -> None:
         self.drafter.catch_up(self)
 
     def before_copies(self) -> None:
         if self.reads:  # otherwise no round has used the head yet
             self.flush()
-
-    def set_missed(self, spans: list[Span]) -> None:
-        self.missed, self.columns = spans, sum(span.tokens.numel() for span in spans)
 
     def select(self, order: list[int]) -> None:
         rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
@@ -80,14 +79,9 @@ class AutoState(HybridState):
 
 @final
 class Auto(Drafter):
-    """A policy chooses among a bare root, a match, and the head's trees with a match in them. In rounds
-    without its tree the head does nothing: it reads what it missed when it drafts again.
-
-    Args:
-        head: grows the trees. Without one there are matches alone.
-        remember: see `Suffix`.
-        tuned: the head's trees, as `tune` found them; by default its `ladder`.
-    """
+    """A policy chooses among a bare root, a match, and the head's trees with a match in them; without a head
+    there are matches alone. Its trees are those that `tune` found, by default its `ladder`. In rounds without
+    its tree the head does nothing: it reads what it missed when it drafts again."""
 
     def __init__(
         self,
@@ -119,28 +113,19 @@ class Auto(Drafter):
         texts: int = 1,
     ) -> "Auto":
         """With the weights that ship for the target, or a head by name or directory, and with the trees that
-        `tune` found for it.
-
-        Raises:
-            ValueError: the head grows no trees or names one; also see `load_drafter`.
-        """
+        `tune` found for it. Raises ValueError for a head that grows no trees or names one, and as
+        `load_drafter` does."""
         from slipstream.drafters import load_drafter, tuned_home
 
-        head = head or shipped(target)
-        if head is None:
+        if (head := head or shipped(target)) is None:
             return cls(remember=remember)
-        drafter = load_drafter(head, target, temperature, texts)
+        drafter, options = load_drafter(head, target, temperature, texts), Spec.parse(head).options
         if not isinstance(drafter, Proposer):
-            raise ValueError(
-                f"drafter 'auto': {head!r} has no trees to choose among: take a head such as eagle or "
-                "fasteagle, or its directory"
-            )
-        options = Spec.parse(head).options
+            wrong = "has no trees to choose among: take a head such as eagle or fasteagle, or its directory"
+            raise ValueError(f"drafter 'auto': {head!r} {wrong}")
         if "tree" in options:
-            raise ValueError(
-                f"drafter 'auto': {head!r} names a tree, and auto chooses its own: leave it out, or take "
-                "hybrid or the head alone"
-            )
+            wrong = "names a tree, and auto chooses its own: leave it out, or take hybrid or the head alone"
+            raise ValueError(f"drafter 'auto': {head!r} {wrong}")
         trees = read_rungs(tuned_home(head, target), target.place, temperature, texts)
         tuned = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
         if not (tuned or "proposal" in options):
@@ -181,13 +166,12 @@ class Auto(Drafter):
         return float(texts * max(1, min(most, max(reach // texts, min(reach, FEWEST)))))
 
     def _forget_out_of_reach(self, state: AutoState) -> None:
-        """Forget what is out of the head's reach."""
         if state.columns > (most := self._columns_to_read(state)):
             state.set_missed([merged(state.missed).latest(int(most) // len(state.root))])
 
     @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
-        """Let the head read what it missed."""
+        """Let the head read what it missed, in its reach."""
         self._forget_out_of_reach(state)
         if state.missed and self.hybrid is not None:
             began, missed = perf_counter(), merged(state.missed)
@@ -217,17 +201,15 @@ def tuned_head(spec: Named, target: Target) -> Spec:
     spec = Spec.parse(spec)
     if spec.name != "auto":
         return spec
-    if (head := spec.options.get("head") or shipped(target)) is None:
-        raise ValueError(
-            "no weights ship for this target, so auto has no head to tune: name one, auto:head=DIR"
-        )
-    return Spec.parse(head)
+    if head := spec.options.get("head") or shipped(target):
+        return Spec.parse(head)
+    raise ValueError("no weights ship for this target, so auto has no head to tune: name one, auto:head=DIR")
 
 
 def shipped(target: Target) -> str | None:
     """The method whose weights ship for the target: the first of `HEADS`, if there are several."""
     for name in HEADS:
-        for config in SHIPPED.glob(f"*/{name}/config.json"):
-            if json.loads(config.read_text("utf-8"))["target"]["fingerprint"] == target.fingerprint:
-                return name
+        with suppress(ValueError):  # none of this method
+            find_drafter(name, target)
+            return name
     return None

@@ -15,7 +15,6 @@ from slipstream.spec import Named, Spec
 
 LIMIT = 4  # drafters of a target
 FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-HEADS = {"auto": shipped, "hybrid": lambda target: HEAD}  # the head where none is named
 
 
 def cached_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: int = 1) -> Drafter:
@@ -41,8 +40,8 @@ def cached_drafter(spec: Named, target: Target, temperature: float = 0.0, texts:
 def home_of(spec: Spec, target: Target) -> Path | None:
     """The directory that a drafter's weights are read from; None where there is none."""
     name: str | None = spec.name
-    if spec.name in HEADS:
-        name = spec.options.get("head") or HEADS[spec.name](target)
+    if name in ("auto", "hybrid"):
+        name = spec.options.get("head") or (shipped(target) if name == "auto" else HEAD)
     try:
         return None if name is None else find_drafter(Spec.parse(name).name, target)
     except ValueError:  # a drafter without weights, or none at all

@@ -1,7 +1,6 @@
 """What trained heads share: their target's embedding and LM head, a draft vocabulary, their directory."""
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 from slipstream.core.tree_spec import TreeSpec
-from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
+from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
 from slipstream.drafters.proposer import Proposer, Vocab
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.kernels.compiled import compiled, freed
@@ -43,21 +42,14 @@ class Head(nn.Module):
     config: Any  # of type `sizes`
 
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Fold the scales of the inputs in training into the weights, so that plain inputs are read. By
-        default there is nothing to fold: the final state's scale is 1, and embeddings are not read."""
+        """Fold the scales of the inputs in training into the weights. By default there is nothing to fold:
+        the final state's scale is 1, and embeddings are not read."""
 
 
 class HeadDrafter(Proposer):
-    """Drafts with a trained head.
-
-    Args:
-        target: it lends the head its embedding and, where the head has none, its LM head.
-        vocab: target ids that the head's candidates are taken from, sorted; all by default.
-        tree, proposal: see `Proposer`.
-
-    Raises:
-        ValueError: the vocabulary has another size than the head's own LM head; also see `Proposer`.
-    """
+    """Drafts with a trained head. The target lends it its embedding and, where the head has none, its LM
+    head. Candidates are of the sorted target ids `vocab`, by default of all. Raises ValueError if these are
+    others than the head's own LM head has, and as `Proposer` does."""
 
     method: ClassVar[str]
     module: ClassVar[type[Head]]
@@ -85,9 +77,7 @@ class HeadDrafter(Proposer):
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         # On a CPU a layer is one call, and what stands around it is little.
         self.compiles = target.compiles and device.type != "cpu"
-        if self.compiles:
-            self._compiled_read = compiled(self._read, device)
-            self._compiled_logits = compiled(self.logits, device)
+        self._compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 
     def new_cache(self, layers: int, batch: int) -> KVCache:
         """Keys and values of the head's own layers."""
@@ -107,15 +97,14 @@ class HeadDrafter(Proposer):
     def unpack(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any, Vocab | None, str]:
         """Head, draft vocabulary and tree, from what `pack` gave, in the precision of the tensors. Raises
         ValueError for tensors that do not fit."""
-        tensors, file = dict(tensors), f"config.json of this {cls.method} head"
+        tensors = dict(tensors)
         try:
             sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
             if not (sizes.taps or cls.taps_optional):
                 raise ValueError("taps is []")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file} is not complete: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{file} does not fit: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            reason = "does not fit" if isinstance(error, ValueError) else "is not complete"
+            raise ValueError(f"config.json of this {cls.method} head {reason}: {error}") from error
         vocab, head = tensors.pop(VOCAB, None), cls.module(sizes)
         if EMBEDDING not in head.state_dict():
             tensors.pop(EMBEDDING, None)  # kept for export only
@@ -127,19 +116,14 @@ class HeadDrafter(Proposer):
         sizes = asdict(self.head.config)
         return self.packed(self.head, {"taps": list(sizes.pop("taps")), "head": sizes})
 
-    @abstractmethod
-    def _read(self, *inputs: Any) -> Tensor:
-        """The head's states for tokens and what it sees of the target. This is what is compiled."""
-
-    def read(
-        self, *inputs: Tensor, attends: Sequence[CacheAttend] = (), more: tuple[Any, ...] = ()
-    ) -> Tensor:
-        """`_read(*inputs, attends, *more)`, compiled where that pays. The pass that allocates a cache is not
-        compiled."""
-        others = (attends, *more) if attends else more
-        if not self.compiles or any(isinstance(attend.cache, KVCache) for attend in attends):
-            return self._read(*inputs, *others)
-        return self._compiled_read(*map(freed, inputs), *others)
+    def run(self, method: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """`method(*inputs)`, compiled where that pays. The pass that allocates a cache is not compiled."""
+        attends = (part for x in inputs if isinstance(x, list) for part in x)
+        if not self.compiles or any(isinstance(getattr(part, "cache", None), KVCache) for part in attends):
+            return method(*inputs)
+        if method not in self._compiled:
+            self._compiled[method] = compiled(method, self.target.device)
+        return self._compiled[method](*(freed(x) if isinstance(x, Tensor) else x for x in inputs))
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
@@ -147,20 +131,16 @@ class HeadDrafter(Proposer):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
-        """`logits`, compiled as `read` is, unless they are one product."""
-        plain = self.lm_head is not None or not self.compiles
-        return self.logits(hidden) if plain else self._compiled_logits(freed(hidden))
+        """`logits`, compiled unless they are one product."""
+        return self.logits(hidden) if self.lm_head is not None else self.run(self.logits, hidden)
 
 
 def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[str, Any]:
     """Sizes of a decoder layer like the target's own: its width, heads and rope, with plain rotary positions.
     Raises ValueError if the target's LM head is not as wide as its features."""
-    sizes = asdict(target.sizes)
-    if target.width != sizes["hidden_size"]:
-        raise ValueError(
-            f"the target's LM head is {target.width} wide and its features {sizes['hidden_size']}: no head "
-            "fits"
-        )
+    sizes, H = asdict(target.sizes), target.sizes.hidden_size
+    if target.width != H:
+        raise ValueError(f"the target's LM head is {target.width} wide and its features {H}: no head fits")
     del sizes["blocks"]
     sizes["intermediate_size"] = intermediate_size or sizes["intermediate_size"]
     if sizes["hidden_act"] not in ACTIVATIONS:
@@ -175,9 +155,8 @@ def rows_of(lm_head: nn.Module, like: Float[Tensor, "*n H"]) -> Float[Tensor, "V
 
 
 def block_taps(layers: int) -> tuple[str, ...]:
-    """A low, a middle and a high state of the target's residual stream: the inputs of blocks 2, L//2 and L−3,
-    as EAGLE-3's public checkpoints read them; nearest ones where there are fewer, in ascending order, as
-    engines hand them over."""
+    """A low, a middle and a high state, as EAGLE-3's public checkpoints read them: the inputs of blocks 2,
+    L//2 and L−3, or the nearest ones where there are fewer, in the ascending order of engines."""
     blocks = sorted(min(max(i, 0), layers - 1) for i in (2, layers // 2, layers - 3))
     return tuple(f"{INPUT}{i}" for i in blocks)
 

@@ -32,10 +32,7 @@ class HybridState(State):
 @final
 class Hybrid(Drafter):
     """The most probable nodes of the head's tree and of the tree of matches, by their scores. So a step has
-    as many rows as the head's tree alone.
-
-    Raises ValueError for sampled candidates.
-    """
+    as many rows as the head's tree alone. Raises ValueError for sampled candidates."""
 
     def __init__(self, head: Proposer, matches: Suffix) -> None:
         if head.law != "coupled":
@@ -56,23 +53,18 @@ class Hybrid(Drafter):
         temperature: float = 0.0,
         texts: int = 1,
     ) -> "Hybrid":
-        """With a head by name or directory. Raises ValueError if it grows no tree, and as `Hybrid` and
-        `load_drafter` do.
+        """With a head by name or directory, and `depth` and `remember` of matches as `Suffix` takes them.
 
-        Args:
-            tree: of the head; by default the one that `head` names, or that it grows alone, as `tune` chose
-                it. Where the last has fewer than `SMALLEST` nodes, the best-first tree of so many, at most
-                four deep.
-            depth, remember: of matches, as `Suffix` takes them.
+        Its tree is by default the one that `head` names, or that it grows alone, as `tune` chose it. Where
+        the last has fewer than `SMALLEST` nodes, it is the best-first tree of so many, at most four deep.
+        Raises ValueError for a head that grows no tree, and as `Hybrid` and `load_drafter` do.
         """
         from slipstream.drafters import load_drafter
 
         drafter = load_drafter(head, target, temperature, texts)
         if not isinstance(drafter, Proposer):
-            raise ValueError(
-                f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "
-                "directory"
-            )
+            fix = "take a head such as fasteagle, or a drafter directory"
+            raise ValueError(f"drafter 'hybrid': {head!r} grows no tree: {fix}")
         named = "tree" in Spec.parse(head).options
         if tree is not None or (drafter.tree_spec.nodes < SMALLEST and not named):
             default = f"best-first-{min(4, drafter.deepest or 4)}x{SMALLEST}"
@@ -145,26 +137,22 @@ def _same_nodes(tree: Tree, other: Tree) -> Int[Tensor, "B M"]:
 
 def _merged_by_host(tree: Tree, other: Tree) -> Tree:
     """`merged` of one text's trees, in lists: so many small tensors take the host five times as long."""
-    tokens, parents, scores, places = list[int](), list[int](), list[float](), dict[tuple[int, int], int]()
+    scores, places = list[float](), dict[tuple[int, int], int]()  # of the nodes of both, by parent and token
     for part in (tree, other):
         assert part.scores is not None
         lines = (x[0].tolist() for x in (part.tokens, part.parent_slots(), part.scores))
-        of_slot = list[int]()  # the place of each node among those of both
+        of_slot = list[int]()
         for token, parent, score in zip(*lines, strict=True):
             above = of_slot[parent] if of_slot else -1
-            place = places.setdefault((above, token if token >= 0 else -1 - len(tokens)), len(tokens))
-            if place == len(tokens):
-                tokens.append(token)
-                parents.append(above)
+            place = places.setdefault((above, token if token >= 0 else -1 - len(places)), len(places))
+            if place == len(scores):
                 scores.append(score)
             scores[place] = max(scores[place], score)
             of_slot.append(place)
-    chosen = sorted(sorted(range(len(tokens)), key=lambda place: -scores[place])[: tree.nodes])
-    slots, device = {place: slot for slot, place in enumerate(chosen)}, tree.tokens.device
-    nodes = [
-        (PAD, 0) if scores[place] == -inf else (tokens[place], slots.get(parents[place], 0))
-        for place in chosen
-    ]
-    chosen_tokens, chosen_parents = (torch.tensor([line], device=device) for line in zip(*nodes, strict=True))
-    chosen_scores = torch.tensor([[scores[place] for place in chosen]], device=device)
-    return Tree(chosen_tokens, chosen_parents, max(tree.depth, other.depth), scores=chosen_scores)
+    chosen = sorted(sorted(range(len(scores)), key=lambda place: -scores[place])[: tree.nodes])
+    slots, nodes, columns = {place: slot for slot, place in enumerate(chosen)}, [*places], []
+    for (above, token), score in ((nodes[place], scores[place]) for place in chosen):
+        absent = score == -inf
+        columns.append((PAD if absent else max(token, PAD), 0 if absent else slots.get(above, 0), score))
+    tokens, parents, best = (torch.tensor([line]) for line in zip(*columns, strict=True))
+    return Tree(tokens, parents, max(tree.depth, other.depth), scores=best)

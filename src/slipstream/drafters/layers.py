@@ -17,10 +17,9 @@ from slipstream.targets.decoder import NO_MATRIX, DecoderConfig, Undescribed, We
 
 # Which keys each row sees: a mask, or lists as `ops.attention` takes them.
 Visible = Bool[Tensor, "#B 1 #T S"] | Int[Tensor, "#B 1 #T L"]
+Stored = Float[Tensor, "B heads S D"]
 # Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
-Attend = Callable[
-    [Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
-]
+Attend = Callable[[Tensor, Tensor], tuple[Stored, Stored, Visible]]
 Rows = Float[Tensor, "B T H"]
 Positions = Int[Tensor, "#B T"]
 CosSin = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
@@ -38,14 +37,7 @@ SCALED = ("linear", "llama3", "yarn")  # ropes whose frequencies do not depend o
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes of a Llama-like decoder layer, under Hugging Face's names.
-
-    Attributes:
-        attention_bias: the projections of queries, keys and values have a bias.
-        output_bias: the projection of attention's output has one.
-        rope_scaling: the type, one of `SCALED`, and its numbers, as in Hugging Face's config.json; None:
-            plain.
-    """
+    """Sizes of a Llama-like decoder layer, under Hugging Face's names."""
 
     hidden_size: int
     intermediate_size: int
@@ -55,9 +47,9 @@ class LayerConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
-    attention_bias: bool = False
-    output_bias: bool = False
-    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = False  # of the projections to queries, keys and values
+    output_bias: bool = False  # of the projection of attention's output
+    rope_scaling: Mapping[str, Any] | None = None  # a type of `SCALED` and its numbers, as in config.json
 
 
 class Rope:
@@ -76,15 +68,9 @@ class Rope:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
-        )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](
-            llama, torch.device("cpu")
-        )
+        rope = {"rope_theta": config.rope_theta, **config.rope_scaling}
+        llama = LlamaConfig(head_dim=config.head_dim, rope_parameters=rope)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
         return cls(frequencies.tolist(), float(factor))
 
     def __call__(self, positions: Positions, dtype: torch.dtype) -> CosSin:
@@ -103,11 +89,12 @@ class Attention(nn.Module):
     def __init__(self, config: LayerConfig, inputs: int = 1) -> None:
         """`inputs` states, side by side, make a row of x: I = inputs·H."""
         super().__init__()
-        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(inputs * H, config.num_attention_heads * D, bias)
-        self.k_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
-        self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
+        H, D, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+        counts = (heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(inputs * H, count * D, config.attention_bias) for count in counts
+        )
+        self.o_proj = nn.Linear(heads * D, H, config.output_bias)
         self.head_dim, self.rope = D, Rope.of(config)  # last: a D that no memory holds has failed by now
 
     def forward(self, x: Float[Tensor, "B T I"], rotary: CosSin, attend: Attend) -> Rows:
@@ -124,19 +111,18 @@ class MLP(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        H, I = config.hidden_size, config.intermediate_size  # noqa: E741
-        self.gate_proj = nn.Linear(H, I, bias=False)
-        self.up_proj = nn.Linear(H, I, bias=False)
-        self.down_proj = nn.Linear(I, H, bias=False)
+        H, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (nn.Linear(H, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, H, bias=False)
         self.act = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Rows) -> Rows:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class OneCall:
-    """One call of our kernels for attention or MLP of a layer, or both, each with the norm before it and the
-    residual around it: on a CPU, where linear layers are packed and attention reads lists of keys."""
+class Residuals:
+    """x += attention(before(x)); x += mlp(second(x)), or one of them. On a CPU, where linear layers are
+    packed and attention reads lists of keys, it is one call of our kernels."""
 
     def __init__(
         self,
@@ -146,41 +132,44 @@ class OneCall:
         mlp: MLP | None = None,
         second: nn.Module | None = None,
     ) -> None:
-        self._config, self._attention, self._mlp, self._norms = config, attention, mlp, (before, second)
+        self._config, self._parts = config, (attention, before, mlp, second)
         self._run: Any = None
         self._weights: Weights | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of the modules is described anew
         return vars(self) | {"_run": None, "_weights": None}
 
-    def __call__(
-        self,
-        x: Rows,
-        rotary: CosSin | None = None,
-        attend: Attend | None = None,
-        reads: Float[Tensor, "B T I"] | None = None,
-    ) -> Rows | None:
-        """x with what they add; attention reads `reads` in the place of x. None: the modules must do it."""
+    def __call__(self, x: Rows, rotary: Any = None, attend: Any = None, reads: Tensor | None = None) -> Rows:
+        """Attention takes `rotary` and `attend`, and reads `reads` [B, T, I] in the place of x."""
+        if (out := self.one_call(x, rotary, attend, reads)) is not None:
+            return out
+        attention, before, mlp, second = self._parts
+        if attention is not None:
+            read = x if reads is None else reads
+            x = x + attention(read if before is None else before(read), rotary, attend)
+        return x if mlp is None or second is None else x + mlp(second(x))
+
+    def one_call(self, x: Rows, rotary: Any, attend: Any, reads: Tensor | None = None) -> Rows | None:
+        """By our kernels; None: the modules must do it."""
         if x.device.type != "cpu" or torch.is_grad_enabled():
             return None
         of_cache: tuple[Any, ...] = None, [], [], [], [], _NOWHERE, [], 0
         if attend is not None:
-            if rotary is None or not isinstance(attend, CacheAttend) or attend.seen.dtype != torch.int32:
+            if not isinstance(attend, CacheAttend) or attend.seen.dtype != torch.int32:
                 return None
             cache: Any = attend.cache
             angles = ([part.float()] for part in rotary)
             stored = ([layers[attend.layer]] for layers in cache.stored)
             of_cache = reads, *angles, *stored, cache.slots, [attend.seen], cache.view
         if self._weights is None or self._weights.changed:
-            modules = (self._attention, self._mlp, *self._norms)
-            self._weights = Weights(part for module in modules if module for part in module.modules())
+            self._weights = Weights(module for part in self._parts if part for module in part.modules())
             self._run = None
             with suppress(Undescribed):
                 self._run = self._described()
         return None if self._run is None else self._run(x, *of_cache, [])[0]
 
     def _described(self) -> Callable[..., list[Tensor]]:
-        config, attention, mlp = self._config, self._attention, self._mlp
+        config, (attention, before, mlp, second) = self._config, self._parts
         kind = DecoderConfig(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -193,13 +182,10 @@ class OneCall:
         for module, names in (attention, PROJECTIONS), (mlp, PRODUCTS):
             for name in names:
                 weights += NO_MATRIX if module is None else matrix(getattr(module, name))
-        before, second = self._norms
         for layer_norm in (before, None, second, None, None, None):
             weights += norm(layer_norm)
-        kinds = {
-            (weight.dtype, weight.dim()) for weight in weights if weight is not None and weight.dim() > 1
-        }
-        if len(kinds) > 1:
+        matrices = [weight for weight in weights if weight is not None and weight.dim() > 1]
+        if len({(weight.dtype, weight.dim()) for weight in matrices}) > 1:
             raise Undescribed("weights of several kinds")
         return kind.layers([*weights, None, *norm(None)], (0, 0, 0))
 
@@ -211,29 +197,24 @@ class DecoderLayer(nn.Module):
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm: nn.Module = nn.RMSNorm(H, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn, self.mlp = Attention(config), MLP(config)
         self.post_attention_layernorm = nn.RMSNorm(H, eps)
-        self.one_call = OneCall(
-            config, self.self_attn, self.input_layernorm, self.mlp, self.post_attention_layernorm
-        )
+        parts = self.self_attn, self.input_layernorm, self.mlp, self.post_attention_layernorm
+        self.residuals = Residuals(config, *parts)
 
     def forward(self, x: Rows, rotary: CosSin, attend: Attend) -> Rows:
-        if (out := self.one_call(x, rotary, attend)) is not None:
-            return out
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.residuals(x, rotary, attend)
 
 
 def attended(
     q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Visible
 ) -> Float[Tensor, "B T A D"]:
     """Attention where several heads may share keys. Branches, as Dynamo makes no bool of free sizes."""
+    scale = q.shape[-1] ** -0.5
     if seen.dtype == torch.int32:
-        lists = seen.expand(-1, -1, q.shape[2], -1)
-        return ops.attention(q, key, value, lists, q.shape[-1] ** -0.5)
+        return ops.attention(q, key, value, seen.expand(-1, -1, q.shape[2], -1), scale)
     if training_attention.learns(q):
-        return training_attention.attention(q, key, value, seen, q.shape[-1] ** -0.5).transpose(1, 2)
+        return training_attention.attention(q, key, value, seen, scale).transpose(1, 2)
     if q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
     if q.shape[1] == key.shape[1]:
@@ -269,12 +250,8 @@ def attend_cache(
     compiles: bool = False,
 ) -> tuple[list[CacheAttend], Int[Tensor, "B R"]]:
     """(`Attend` of each layer, positions) of `rows` new rows, `after` scratch slots behind the kept tokens.
-
-    Args:
-        among: which of the step's A = after + rows scratch slots each new row sees; default: the earlier
-            ones and its own.
-        compiles: attend through the cache's `LayerView`s, once it has storage.
-    """
+    Each sees, of the step's A = after + rows scratch slots, those that `among` says, or the earlier ones and
+    its own. `compiles`: attend through the cache's `LayerView`s, once it has storage."""
     cache.reserve(rows, after)
     at = cache.used.device
     depths = after + torch.arange(rows, device=at)

@@ -30,9 +30,9 @@ class LookaheadState(TextState):
 class Lookahead(Drafter):
     """Drafts n-grams that begin with the root, and lets the same target pass make new ones.
 
-    The tree holds both branches of the paper. The lookahead branch has W columns of N − 1 levels: the first
-    level is a chain, from whose nodes the columns continue. The verification branch is G n-grams from the
-    pool. Tokens of both may be accepted. Raises ValueError for a number that leaves nothing to draft.
+    The tree holds both branches of the paper, and tokens of both may be accepted. The lookahead branch has W
+    columns of N − 1 levels: the first level is a chain, from whose nodes the columns continue. The
+    verification branch is G n-grams from the pool. Raises ValueError for a number that leaves nothing.
 
     Args:
         window: W, the number of columns.
@@ -54,10 +54,8 @@ class Lookahead(Drafter):
         parents[column[0]] = first
         parents[column[1:]] = column[:-1]
         parents[guess[:, 1:]] = guess[:, :-1]
-        self._column = column
-        self._parents = parents[None]
-        self.rows = len(parents)
-        self.depth = window + ngram - 2
+        self._column, self._parents = column, parents[None]
+        self.rows, self.depth = len(parents), window + ngram - 2
 
     def start(self, batch: int, device: torch.device) -> LookaheadState:
         self._column, self._parents = self._column.to(device), self._parents.to(device)
@@ -67,31 +65,26 @@ class Lookahead(Drafter):
         return LookaheadState(zeros, zeros.new_zeros(batch, 0), zeros.clone(), levels, pool, zeros.clone())
 
     def update(self, span: Span, state: LookaheadState) -> None:
-        cut = span.tree is not None and span.tree.nodes != self.rows  # by a grammar: slots are others
-        if span.tree is None or span.tree.is_chain or cut:
-            self._append(span, state)
-            # Any tokens will do to begin with: these are scattered over the text.
-            index = torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919
-            index = index % state.length.clamp(min=1)[:, None]
-            state.levels = state.text.gather(1, index).view(-1, self.N - 1, self.W)
-            return
-        picks = span.picks[:, self._column[-1]]  # the target's tokens behind the last level
-        grams = torch.cat([state.levels, picks[:, None]], 1).transpose(1, 2)
-        self._remember(state, grams, torch.ones_like(picks, dtype=torch.bool))
-        state.levels = torch.cat([state.levels[:, 1:], picks[:, None]], 1)
-        self._append(span, state)
-
-    def _append(self, span: Span, state: LookaheadState) -> None:
-        """Append the span to the text, and put the text's own n-grams into the pool."""
+        tree = span.tree  # one that a grammar has cut has other slots
+        looked_ahead = tree is not None and not tree.is_chain and tree.nodes == self.rows
+        if looked_ahead:
+            picks = span.picks[:, self._column[-1]]  # the target's tokens behind the last level
+            grams = torch.cat([state.levels, picks[:, None]], 1).transpose(1, 2)
+            self._remember(state, grams, torch.ones_like(picks, dtype=torch.bool))
+            state.levels = torch.cat([state.levels[:, 1:], picks[:, None]], 1)
         state.read(span)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
         back = at[..., None] - torch.arange(self.N - 1, -1, -1, device=at.device)
         grams = state.text.gather(1, back.clamp(0, state.text.shape[1] - 1).flatten(1)).view(*back.shape)
         self._remember(state, grams, span.mask & (back[..., 0] >= 0))
+        if not looked_ahead:
+            # Any tokens will do to begin with: these are scattered over the text.
+            index = torch.arange((self.N - 1) * self.W, device=at.device) * 7919
+            index = index % state.length.clamp(min=1)[:, None]
+            state.levels = state.text.gather(1, index).view(-1, self.N - 1, self.W)
 
-    def _remember(
-        self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]
-    ) -> None:
+    def _remember(self, state: LookaheadState, grams: Tensor, real: Bool[Tensor, "B K"]) -> None:
+        """Put the real ones of some n-grams [B, K, N] into the pool."""
         at = (state.added[:, None] + real.cumsum(1) - 1) % POOL
         at = at.where(real, POOL)[..., None].expand(-1, -1, self.N)
         state.pool = state.pool.scatter(1, at, grams)

@@ -1,10 +1,11 @@
-"""Objectives: a head learns the target's next states, and the laws that the LM head makes of them."""
+"""Objectives: a head learns the target's next states, and the laws that the LM head makes of them. It may
+begin as a trained one (`head.start`)."""
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, compress
 from typing import Any, ClassVar
 
@@ -17,14 +18,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
-from slipstream.drafters.heads import layer_sizes
+from slipstream.drafters import drafter_class
+from slipstream.drafters.heads import HeadDrafter, layer_sizes
+from slipstream.drafters.proposer import Vocab
 from slipstream.drafters.recipe import HeadSettings, Recipe
-from slipstream.drafters.store import restored, stored
-from slipstream.drafters.warm_start import WarmStart
+from slipstream.drafters.store import find_drafter, read_drafter, restored, stored
+from slipstream.files import understood
 
 ROWS = 32  # of logits that are taken together
 SMALL = 2**27  # weights that a head may have for any target
-Example = Any  # of `training.data`: its `tokens`, and `loss`, which of them are learnt
+Examples = Sequence[Any]  # of `training.data`: `tokens`, and `loss`, which of them are learnt
+Gains = Float[Tensor, " taps1"]  # factors, in training, of the embeddings and of the states of each tap
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
 Steps = Iterator[Float[Tensor, "B T H"]]
@@ -33,22 +37,14 @@ Logits = Float[Tensor, "n Vd"]
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to predict f_{i+1}, which gives t_{i+2}.
+    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to predict f_{i+1}, which gives t_{i+2}."""
 
-    Attributes:
-        features: f_0 … f_T, noise not yet added; of several taps, what the LM head reads comes last.
-        tokens: t_0 … t_{T+1}.
-        counts: t_{i+2} is a token to learn.
-    """
-
-    features: Float[Tensor, "B T1 F"]
-    tokens: Int[Tensor, "B T2"]
-    counts: Bool[Tensor, "B T"]
+    features: Float[Tensor, "B T1 F"]  # f_0 … f_T without noise; of several taps, the LM head's comes last
+    tokens: Int[Tensor, "B T2"]  # t_0 … t_{T+1}
+    counts: Bool[Tensor, "B T"]  # t_{i+2} is a token to learn
 
     @classmethod
-    def collate(
-        cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ F"]], device: Any
-    ) -> "Batch":
+    def collate(cls, examples: Examples, features: Sequence[Float[Tensor, "_ F"]], device: Any) -> "Batch":
         """Right-padded. Padding does not count, and no real token attends to it."""
         tokens = pad_sequence([torch.tensor(e.tokens) for e in examples], batch_first=True)
         counts = pad_sequence([torch.tensor(e.loss[2:]) for e in examples], batch_first=True)
@@ -59,8 +55,8 @@ class Batch:
 class LossOfLaw(torch.autograd.Function):
     """token · soft cross-entropy + acceptance · −log Σ min(p, q) of each row, where q = softmax(logits).
 
-    On a CPU a few rows are taken at a time, with their gradient at once, so that the values between logits
-    and loss stay in a core's cache. For all rows together they are several times as large as the logits.
+    On a CPU a few rows are taken at a time, with their gradient, so that what lies between logits and loss
+    stays in a core's cache. For all rows it is several times as large as the logits.
     """
 
     @staticmethod
@@ -88,27 +84,64 @@ class LossOfLaw(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class WarmStart:
+    """A trained head, in float32."""
+
+    name: str  # the recipe's: a method whose weights ship, or a directory
+    method: str
+    head: Any
+    vocab: Vocab | None  # None: all tokens
+
+    @classmethod
+    def read(cls, name: str, target: Target, draft_vocab: int) -> "WarmStart":
+        """From weights as they are stored. Raises ValueError if there are none, or if the size of their draft
+        vocabulary is not `draft_vocab` (0: all tokens)."""
+        config, tensors = read_drafter(find_drafter(name, target), target)
+        with understood(f"drafter directory {name}"):
+            kind = drafter_class(config.get("method"), f"drafter directory {name}")
+            if not issubclass(kind, HeadDrafter):
+                raise ValueError(f"head.start={name!r} is a {kind.method} drafter, which has no head")
+            head, vocab, _ = kind.unpack(config, tensors)
+        wanted, size = draft_vocab or target.vocab, target.vocab if vocab is None else len(vocab)
+        if size != min(wanted, target.vocab):
+            raise ValueError(
+                f"head.start={name!r} has a draft vocabulary of {size} tokens, which is kept, and "
+                f"head.draft_vocab asks for {wanted}: set head.draft_vocab={size}"
+            )
+        return cls(name, kind.method, head.float(), None if vocab is None else vocab.long())
+
+    def as_is(self, config: Any) -> Any:
+        """The head itself. Raises ValueError if it has not the sizes of `config`."""
+        own = self.head.config
+        if type(own) is not type(config):
+            raise ValueError(
+                f"head.start={self.name!r} is of the method {self.method}: name a head of the same method"
+            )
+        theirs, ours = asdict(own), asdict(config)
+        if wrong := [f"{key} {theirs[key]}, not {ours[key]}" for key in ours if theirs[key] != ours[key]]:
+            raise ValueError(f"head.start={self.name!r} has other sizes than this recipe: {'; '.join(wrong)}")
+        return self.head
+
+
+@dataclass(frozen=True)
 class NewHead:
-    """What `Objective.new` makes a head from.
+    """What `Objective.new` makes a head from."""
 
-    Attributes:
-        settings: the section `head` of the method's recipe.
-        sizes: of a layer, and the taps.
-        lm_head: the target's over the draft vocabulary, of `vocab` tokens, float32.
-        states: some of each recorded tap, the final ones last.
-        gains: see `Objective`.
-        start: of `head.start`.
-    """
-
-    settings: Any
-    sizes: dict[str, Any]
-    lm_head: nn.Module
-    vocab: int
-    states: Sequence[Float[Tensor, "T _"]]
-    gains: Float[Tensor, " taps1"]
+    settings: Any  # the section `head` of the method's recipe
+    sizes: dict[str, Any]  # of a layer, and the taps
+    lm_head: nn.Module  # the target's over the draft vocabulary, float32
+    vocab: int  # tokens of the draft vocabulary
+    states: Sequence[Float[Tensor, "T _"]]  # some of each recorded tap, the final ones last
+    gains: Gains
     target: Target
     generator: torch.Generator
     start: WarmStart | None
+
+    def unscaled(self, head: Any) -> Any:
+        """A head that reads plain inputs, changed to say the same of inputs that are scaled by `gains`."""
+        with torch.no_grad():
+            head.scale_inputs(1 / self.gains[0], 1 / self.gains[1:])
+        return head.requires_grad_()
 
     def check_cache(self) -> None:
         """Raise ValueError where keys and values have other sizes than the configuration names."""
@@ -121,30 +154,19 @@ class NewHead:
 
 
 class Objective(nn.Module):
-    """A head in training, and its loss.
+    """A head in training, and its loss. The target's embedding and LM head are read, and stay as they are.
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
-    Adam moves every weight by about the learning rate, so a head would need thousands of steps to learn from
-    embeddings. A head is therefore trained on inputs scaled to the size of the final state, and `drafter`
-    folds the scales into its weights.
-
-    Args:
-        target: its embedding and LM head are read, and stay as they are.
-        vocab: draft vocabulary, target ids.
-        gains: factors, in training, of the embeddings and of the states of each tap.
+    Adam moves every weight by about the learning rate, so it would take thousands of steps to learn from
+    embeddings. So `gains` scale the inputs to the size of the final state, and `drafter` folds them into the
+    head's weights.
     """
 
     drafts: ClassVar[Any]
     reads_features: ClassVar[bool] = True  # otherwise `forward` makes the target's passes itself
-    gains: Float[Tensor, " taps1"]
+    gains: Gains
 
-    def __init__(
-        self,
-        head: Any,
-        target: Target,
-        vocab: Int[Tensor, " Vd"] | None,
-        gains: Float[Tensor, " taps1"] | None = None,
-    ) -> None:
+    def __init__(self, head: Any, target: Target, vocab: Vocab | None, gains: Gains | None = None) -> None:
         super().__init__()
         gains = torch.ones(1 + len(head.config.taps)) if gains is None else gains.float().cpu()
         self.register_buffer("gains", gains)
@@ -152,16 +174,14 @@ class Objective(nn.Module):
         self._target = target  # plain attributes: neither trained nor saved
         self.take_vocab(vocab)
 
-    def take_vocab(self, vocab: Int[Tensor, " Vd"] | None) -> None:
+    def take_vocab(self, vocab: Vocab | None) -> None:
         """Draft from these tokens; None: from all."""
         self._vocab = vocab
         self.lm_head = deepcopy(self._target.lm_head(vocab)).float()
 
     @classmethod
-    def begin(
-        cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
-    ) -> "Objective":
-        """An untrained head for this target. Some features show how large they are."""
+    def begin(cls, recipe: Recipe, target: Target, examples: Examples, features: Tensor) -> "Objective":
+        """An untrained head for this target. Some features [T, F] show how large they are."""
         settings, name = recipe.head, getattr(recipe.head, "start", None)
         start = None if name is None else WarmStart.read(name, target, settings.draft_vocab)
         vocab = frequent(examples, settings.draft_vocab, target.vocab) if start is None else start.vocab
@@ -211,15 +231,13 @@ class Objective(nn.Module):
         total = agreed = f.new_zeros(())
         T, decay = batch.counts.shape[1], getattr(settings, "decay", 1.0)
         rows = batch.counts.flatten().nonzero()[:, 0]  # once: a GPU is waited for
-
-        def learnt(x: Tensor) -> Tensor:
-            return x.flatten(0, 1)[rows]
-
-        labels = learnt(f[:, 1:, -H:])
-        teacher = self._law(labels, learnt(batch.tokens[:, 2:]), settings.hard)
+        labels, above, tokens = (
+            x.flatten(0, 1)[rows] for x in (f[:, 1:, -H:], batch.tokens[:, 1:-1], batch.tokens[:, 2:])
+        )
+        teacher = self._law(labels, tokens, settings.hard)
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
-            states = learnt(predicted)
-            logits = self.student(states, j, learnt(batch.tokens[:, 1:-1])).float()
+            states = predicted.flatten(0, 1)[rows]
+            logits = self.student(states, j, above).float()
             loss = LossOfLaw.apply(logits, teacher, settings.token, settings.acceptance)
             if settings.feature:
                 distance = F.smooth_l1_loss(states, labels, reduction="none").sum(-1)
@@ -265,15 +283,12 @@ def shifted_steps(states: Float[Tensor, "B T N H"]) -> Steps:
 
 
 def check_size(settings: HeadSettings, sizes: dict[str, Any], target: Target) -> None:
-    """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
-
-    def numbers(layers: int, width: int, inner: int) -> int:
-        return layers * width * (4 * width + 3 * inner)
-
+    """Raise ValueError for a head that is larger than its target, before memory is asked for."""
     H, inner = sizes["hidden_size"], sizes["intermediate_size"]
     layers, width = settings.layers_built(H)
-    head = numbers(layers, width, inner)
-    whole = numbers(target.sizes.blocks, H, target.sizes.intermediate_size) + target.vocab * target.width
+    head = layers * width * (4 * width + 3 * inner)
+    whole = target.sizes.blocks * H * (4 * H + 3 * target.sizes.intermediate_size)
+    whole += target.vocab * target.width
     if head > max(whole, SMALL):
         raise ValueError(
             f"head.depth={layers} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion "
@@ -286,22 +301,19 @@ def median_rms(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
     return states.pow(2).mean(-1).sqrt().median()
 
 
-def frequent(examples: Iterable[Example], size: int, vocab: int) -> Int[Tensor, " Vd"] | None:
+def frequent(examples: Examples, size: int, vocab: int) -> Vocab | None:
     """Ids of the `size` most frequent tokens to learn, sorted, filled up with the lowest ids; None: all."""
     if not 0 < size < vocab:
         return None
-    count = Counter(_learnt(examples))
+    count = _learnt(examples)
     return torch.tensor(sorted(sorted(range(vocab), key=lambda token: -count[token])[:size]))
 
 
-def coverage(examples: Iterable[Example], vocab: Int[Tensor, " Vd"] | None) -> float:
+def coverage(examples: Examples, vocab: Vocab | None) -> float:
     """The share of the tokens to learn that a draft vocabulary holds."""
-    if vocab is None:
-        return 1.0
-    known = set(vocab.tolist())
-    learnt = [token in known for token in _learnt(examples)]
-    return sum(learnt) / len(learnt)
+    count = _learnt(examples)
+    return 1.0 if vocab is None else sum(count[token] for token in vocab.tolist()) / count.total()
 
 
-def _learnt(examples: Iterable[Example]) -> Iterator[int]:
-    return chain.from_iterable(compress(example.tokens, example.loss) for example in examples)
+def _learnt(examples: Examples) -> Counter[int]:
+    return Counter(chain.from_iterable(compress(example.tokens, example.loss) for example in examples))

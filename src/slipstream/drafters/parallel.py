@@ -24,17 +24,19 @@ class ParallelState(State):
 
 
 class ParallelDrafter(HeadDrafter):
-    """Drafts with N laws, of which as many are made as its trees are deep. From them any tree
-    grows without another pass: FastEagle's Backbone Expansion ("backbone-7x10"), Medusa's static trees, or
-    the most probable nodes ("best-first-7x26").
-
-    At T > 0 children sampled from one law serve all nodes of a depth: the walk visits only one of these
-    nodes, and which one does not depend on the draws below it.
-    """
+    """Drafts with N laws, of which as many are made as its trees are deep. From them any tree grows without
+    another pass: FastEagle's Backbone Expansion ("backbone-7x10"), Medusa's static trees, or the most
+    probable nodes ("best-first-7x26"). At T > 0 children sampled from one law serve all nodes of a depth: the
+    walk visits only one of these nodes, and which one does not depend on the draws below it."""
 
     @property
     def deepest(self) -> int:
         return int(self.head.config.depth)
+
+    @property
+    def drafted(self) -> int:
+        """The depth of the deepest tree that was asked for: no step needs deeper guesses."""
+        return max(spec.depth for spec in self._checked)
 
     @property
     def one_law(self) -> bool:
@@ -47,26 +49,19 @@ class ParallelDrafter(HeadDrafter):
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
     def propose(self, state: ParallelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
-        draft, level = Draft(self, self.shaped(spec), sampler), 0
-        if draft.tree_spec.depth > (drafted := state.hidden.shape[1]):
+        spec = self.shaped(spec)
+        draft, level = Draft(self, spec, sampler), 0
+        if spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
-                f"tree {draft.tree_spec.name!r} is {draft.tree_spec.depth} deep and this engine drafts "
-                f"{drafted} tokens: name it among the engine's specs"
+                f"tree {spec.name!r} is {spec.depth} deep and this engine drafts {drafted} tokens: name it "
+                "among the engine's specs"
             )
-        scores = self.scores(state.hidden[:, : draft.tree_spec.depth])
-        if (
-            self.one_law
-            and draft.tree_spec.best_first
-            and not any(sampler.grammar_states)
-            and is_host(scores)
-        ):
-            if not draft.noisy:
-                return best_first(
-                    state.root, *draft.children(scores, state.length + 1), draft.tree_spec.nodes
-                )
-            levels = (draft.children(own, state.length + i) for i, own in enumerate(scores.split(1, 1), 1))
+        scores = self.scores(state.hidden[:, : spec.depth])
+        if self.one_law and spec.best_first and not any(sampler.grammar_states) and is_host(scores):
+            laws = scores.split(1, 1) if draft.noisy else [scores]  # noise has its place in the text
+            levels = (draft.children(law, state.length + i) for i, law in enumerate(laws, 1))
             ids, log_q = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
-            return best_first(state.root, ids, log_q, draft.tree_spec.nodes)
+            return best_first(state.root, ids, log_q, spec.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
@@ -86,6 +81,5 @@ class ParallelDrafter(HeadDrafter):
     def behind(
         self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]
     ) -> Float[Tensor, "B F1 Vd"]:
-        """Scores of what stands behind drafted tokens; one law for all of them where it does not depend on
-        them."""
+        """Scores of what stands behind drafted tokens; one law for all where it does not depend on them."""
         return scores

@@ -36,18 +36,14 @@ class Proposer(Drafter):
         width: V, of the target's logits.
         tree: the default `TreeSpec`, or its name.
         proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own
-            noise g; "sampled" from q without replacement, verified by the multi-round law (static trees
-            only).
-
-    Attributes:
-        reach: the last tokens of a text that are enough to begin with; None: it must read all of them.
+            noise g; "sampled" from q without replacement, verified by the multi-round law (static trees).
 
     Raises:
         ValueError: an unknown tree or proposal, or a pair of them that is not exact; or the vocabulary names
             tokens that the target does not have, or one of them twice.
     """
 
-    reach: int | None = None
+    reach: int | None = None  # the last tokens of a text that are enough to begin with; None: all of them
 
     def __init__(self, vocab: Vocab, width: int, tree: str | TreeSpec, proposal: str) -> None:
         if not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < width):
@@ -67,11 +63,6 @@ class Proposer(Drafter):
         """Trees of rising size that `auto` chooses among, unless others were tuned."""
         most = min(LEVELS, self.deepest or LEVELS)
         return tuple(f"best-first-{max(1, min(most, n // 2))}x{n}" for n in NODES)
-
-    @property
-    def drafted(self) -> int:
-        """The depth of the deepest tree that was asked for: no step needs deeper guesses."""
-        return max(spec.depth for spec in self._checked)
 
     def grow_as(self, tree: str | TreeSpec, proposal: str = "top-k") -> None:
         """Change the default tree and the proposal. Raises ValueError."""
@@ -105,15 +96,12 @@ class Proposer(Drafter):
 
     def packed(self, module: nn.Module, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory holds: configuration, to which the tree is added, and tensors."""
-        tensors = dict(module.state_dict())
-        if len(self.vocab) < self.width:
-            tensors[VOCAB] = self.vocab.int()
-        return config | {"tree": self.tree_spec.name}, tensors
+        vocab = {VOCAB: self.vocab.int()} if len(self.vocab) < self.width else {}
+        return config | {"tree": self.tree_spec.name}, {**module.state_dict(), **vocab}
 
     def shaped(self, spec: TreeSpec | None) -> TreeSpec:
         """The tree that was asked for, checked; the default where none was."""
-        if spec is None:
-            return self.tree_spec
+        spec = spec or self.tree_spec
         if spec not in self._checked:
             self.check(spec)
             self._checked.append(spec)
@@ -127,17 +115,13 @@ class Proposer(Drafter):
 
 @dataclass
 class Draft:
-    """A tree that is being grown.
-
-    Attributes:
-        laws: those that children were sampled from, level by level.
-        walks: where the nodes of the frontier stand in the grammars of their rows; none without grammars.
-    """
+    """A tree that is being grown."""
 
     drafter: Proposer
     tree_spec: TreeSpec
     sampler: Sampler
-    laws: list[Scores] = field(default_factory=list)
+    laws: list[Scores] = field(default_factory=list)  # that children were sampled from, level by level
+    # Where the nodes of the frontier stand in the grammars of their rows; none without grammars.
     walks: list[list[GrammarState | None]] = field(default_factory=list)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
@@ -146,8 +130,15 @@ class Draft:
             self.walks = [[walk] for walk in self.sampler.grammar_states]
 
         def walked(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            if self.walks:
-                self._walk(tokens.tolist(), origin.tolist())
+            if self.walks:  # behind a forbidden token, or one that nothing may follow, no grammar goes on
+                lines = zip(self.walks, tokens.tolist(), origin.tolist(), strict=True)
+                self.walks = [
+                    [
+                        row[i] and may_advance(row[i], token, onward=True)
+                        for token, i in zip(line, above, strict=True)
+                    ]
+                    for row, line, above in lines
+                ]
             return expand(tokens, origin)
 
         tree = self.tree_spec.grow(root, walked)
@@ -162,27 +153,18 @@ class Draft:
     ) -> Tree:
         """The tree of a drafter that reads its own guesses: a step for every level below the root, whose
         position is `at` and whose own scores are known."""
-        seen = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
+        visible = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
         level = 0
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal scores, level, seen
+            nonlocal scores, level, visible
             if level:
-                seen = visible_scratch(seen, origin)
-                scores = step(tokens, origin, seen, level)
+                visible = visible_scratch(visible, origin)
+                scores = step(tokens, origin, visible, level)
             level += 1
             return self.children(scores, at + level)
 
         return self.grow(root, expand)
-
-    def _walk(self, tokens: list[list[int]], origin: list[list[int]]) -> None:
-        """Go on to the next frontier. Behind a forbidden token, or one that nothing may follow, no grammar
-        goes on."""
-        parents = ([walks[i] for i in above] for walks, above in zip(self.walks, origin, strict=True))
-        self.walks = [
-            [walk and may_advance(walk, token, onward=True) for walk, token in zip(row, line, strict=True)]
-            for row, line in zip(parents, tokens, strict=True)
-        ]
 
     @property
     def noisy(self) -> bool:
@@ -227,8 +209,10 @@ class Draft:
             return self._tempered(scores)
         nodes = self._widened(scores).unbind(1)
         walks = [list(column) for column in zip(*self.walks, strict=True)] or [[]] * len(nodes)
-        pairs = zip(nodes, walks, strict=True)
-        processed = [self.sampler.scores(node, states=walk, partial=True) for node, walk in pairs]
+        processed = [
+            self.sampler.scores(node, states=walk, partial=True)
+            for node, walk in zip(nodes, walks, strict=True)
+        ]
         return torch.stack(processed, 1)[..., self.drafter.vocab]
 
     def _sample(self, scores: Scores, position: Int[Tensor, " B"]) -> Candidates:

@@ -28,7 +28,7 @@ class RandomDrafter(Drafter):
         probes: vectors [M, H] that the root and a random node host.
         memory: keys and values [L, 2, P, heads, D] that the probes read.
         sampled: put the law on the tree, for multi-round verification. Otherwise candidates are point masses.
-        seed: the seed of the random laws. Candidates are drawn with the sampler's stream for drafts.
+        seed: of the random laws. Candidates are drawn with the sampler's stream for drafts.
     """
 
     def __init__(
@@ -45,9 +45,8 @@ class RandomDrafter(Drafter):
             raise ValueError(
                 f"RandomDrafter got width={width}; it must be between 1 and the vocabulary's {vocab}"
             )
-        self.vocab, self.depth, self.width = vocab, depth, width
+        self.vocab, self.depth, self.width, self.sampled, self.seed = vocab, depth, width, sampled, seed
         self.probes, self.memory = probes, memory
-        self.sampled, self.seed = sampled, seed
         self.nodes = sum(width**d for d in range(depth + 1))
         self.inner = self.nodes - width**depth
         self.rows = self.nodes + (0 if probes is None else 2 * len(probes))
@@ -57,14 +56,12 @@ class RandomDrafter(Drafter):
         return RandomState(zeros, zeros)
 
     def update(self, span: Span, state: RandomState) -> None:
-        state.root = span.root
-        state.position = span.start + span.count
+        state.root, state.position = span.root, span.start + span.count
 
     def propose(self, state: RandomState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         B, device = len(state.root), state.root.device
-        u = sampler.uniform(NoiseStream.DRAFT, state.position, self.inner * self.vocab).view(
-            B, self.inner, self.vocab
-        )
+        u = sampler.uniform(NoiseStream.DRAFT, state.position, self.inner * self.vocab)
+        u = u.view(B, self.inner, self.vocab)
         generator = torch.Generator().manual_seed(self.seed)
         scores = torch.randn(self.inner, self.vocab, generator=generator, dtype=torch.float64)
         log_q = scores.to(device).log_softmax(-1)
@@ -73,11 +70,10 @@ class RandomDrafter(Drafter):
         tokens = torch.cat([state.root[:, None], children.flatten(1)], 1)
         slots = torch.arange(self.nodes, device=device)
         parents = (slots - 1).div(self.width, rounding_mode="floor").clamp(min=0)
-        law = None
+        law = probes = None
         if self.sampled:
             law = torch.zeros(B, self.nodes, self.vocab, dtype=torch.float64, device=device)
             law[:, : self.inner] = log_q.exp()
-        probes = None
         if self.probes is not None:
             second = (1 + (u[:, 0, 0] * (self.nodes - 1)).long()).masked_fill(u[:, 0, 1] < 0.25, PAD)
             probes = Probes(self.probes, torch.stack([torch.zeros_like(second), second], 1))

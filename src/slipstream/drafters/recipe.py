@@ -1,8 +1,5 @@
 """The sections of a recipe, and those that several methods share. A method's own stand beside its objective.
-
-A section has the settings that its method reads, with its defaults. docs/training.md lists the defaults that
-are not the papers'.
-"""
+docs/training.md lists the defaults that are not the papers'."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -43,23 +40,14 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """What is learnt from.
+    """What is learnt from."""
 
-    Attributes:
-        files: JSONL (OpenAI messages, ShareGPT, Alpaca, text) or .txt, gzipped or not.
-        max_length: tokens of an example, prompt included.
-        limit: rows per file, taken evenly.
-        greedy: only rows marked as the target's own answers at temperature 0.
-        held_out: prompts kept for the prediction of τ, at most an eighth of the examples.
-        held_out_tokens: length of the target's greedy answers to them.
-    """
-
-    files: list[str] = []
-    max_length: int = Field(default=1024, ge=8)
-    limit: int | None = Field(default=None, ge=1)
-    greedy: bool = False
-    held_out: int = Field(default=32, ge=1)
-    held_out_tokens: int = Field(default=96, ge=8)
+    files: list[str] = []  # JSONL (OpenAI messages, ShareGPT, Alpaca, text) or .txt, gzipped or not
+    max_length: int = Field(default=1024, ge=8)  # tokens of an example, prompt included
+    limit: int | None = Field(default=None, ge=1)  # rows per file, taken evenly
+    greedy: bool = False  # only rows marked as the target's own answers at temperature 0
+    held_out: int = Field(default=32, ge=1)  # prompts to predict τ from, at most an eighth of the examples
+    held_out_tokens: int = Field(default=96, ge=8)  # of the target's greedy answers to them
 
 
 class Cache(Section):
@@ -69,18 +57,11 @@ class Cache(Section):
 
 
 class HeadSettings(Section):
-    """Settings of every drafter.
+    """Settings of every drafter."""
 
-    Attributes:
-        draft_vocab: size of the draft vocabulary, the most frequent tokens of the data; 0: all tokens.
-        tree: the drafter's default tree, for which τ is predicted.
-        storage: precision of the weights. "int8" takes half of "bfloat16": each row of a matrix is integers
-            with a scale.
-    """
-
-    draft_vocab: int = Field(default=8192, ge=0, le=2**20)
-    tree: str = "fig9"
-    storage: Literal["bfloat16", "int8"] = "bfloat16"
+    draft_vocab: int = Field(default=8192, ge=0, le=2**20)  # the data's most frequent tokens; 0: all tokens
+    tree: str = "fig9"  # the drafter's default, for which τ is predicted
+    storage: Literal["bfloat16", "int8"] = "bfloat16"  # "int8" is half of it: integers, and a scale for a row
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -135,10 +116,9 @@ class LawLoss(Loss):
     """L = feature · SmoothL1 + token · soft cross-entropy + acceptance · −log Σ min(p, q), summed over draft
     steps j = 0, 1, … (EAGLE §3.2).
 
-    SmoothL1 is the distance to the target's next state, a mean over its width; the cross-entropy is with p,
-    the target's law over the draft vocabulary. The third part is in no paper here. Over all tokens
-    Σ min(p, q) is the probability that a token sampled from the drafter's law q is accepted (Leviathan et al.
-    2023, Theorem 3.5).
+    SmoothL1 is the distance to the target's next state, a mean over its width; p is the target's law over the
+    draft vocabulary. The third part is in no paper here: Σ min(p, q) is the probability that a token sampled
+    from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
     """
 
     feature: Weight = 0.0
@@ -146,7 +126,7 @@ class LawLoss(Loss):
     acceptance: Weight = 0.0
 
     @model_validator(mode="after")
-    def _something(self) -> "LawLoss":
+    def _learns_something(self) -> "LawLoss":
         if not (self.feature or self.token or self.acceptance):
             raise ValueError("feature, token and acceptance are all 0: nothing would be learnt")
         return self
@@ -165,43 +145,29 @@ class StepsLoss(NoisyLoss):
 
 
 class Optimizer(Section):
-    """AdamW, with a rate that rises linearly and falls as a cosine.
+    """AdamW, with a rate that rises linearly and falls as a cosine."""
 
-    Attributes:
-        lr: the largest rate.
-        clip: bound of the gradient's norm.
-        warmup: share of the steps over which the rate rises.
-        floor: the last rate, over `lr`.
-    """
-
-    lr: float = Field(default=1e-3, gt=0, le=1)
+    lr: float = Field(default=1e-3, gt=0, le=1)  # the largest
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
-    clip: float = Field(default=0.5, gt=0)
-    warmup: float = Field(default=0.03, ge=0, le=1)
-    floor: float = Field(default=0.05, ge=0, le=1)
+    clip: float = Field(default=0.5, gt=0)  # bound of the gradient's norm
+    warmup: float = Field(default=0.03, ge=0, le=1)  # share of the steps over which the rate rises
+    floor: float = Field(default=0.05, ge=0, le=1)  # the last rate, over `lr`
 
 
 class Schedule(Section):
-    """How long, how much at once, how often to evaluate.
-
-    Attributes:
-        batch_tokens: padded tokens of a batch, per process.
-        evaluate_every, save_every: steps.
-        precision: "no" (float32) or "bf16", as Accelerate's mixed_precision.
-    """
+    """How long, how much at once, how often to evaluate."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
-    batch_tokens: int = Field(default=2048, ge=64)
-    evaluate_every: int = Field(default=100, ge=1)
-    save_every: int = Field(default=50, ge=1)
-    precision: Precision = "no"
+    batch_tokens: int = Field(default=2048, ge=64)  # padded, per process
+    evaluate_every: int = Field(default=100, ge=1)  # steps
+    save_every: int = Field(default=50, ge=1)  # steps
+    precision: Precision = "no"  # float32, or "bf16", as Accelerate's mixed_precision
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)  # what torch takes
 
 
 class Recipe(Section):
-    """All settings of one run; each method has its own class. `stages` override sections one after another;
-    each stage begins with the weights of the one before."""
+    """All settings of one run; each method has its own class."""
 
     method: str
     data: Data = Data()
@@ -210,6 +176,7 @@ class Recipe(Section):
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
+    # These override sections one after another; each stage begins with the weights of the one before.
     stages: list[dict[Literal["data", "loss", "optimizer", "schedule"], dict[str, Any]]] = []
 
     @classmethod

@@ -41,32 +41,27 @@ def save_drafter(
     dtype: torch.dtype | None = torch.bfloat16,
     force: bool = False,
 ) -> None:
-    """Write a drafter directory, atomically file by file, the weights first. What `tune` found for an earlier
-    drafter there is deleted. Raises ValueError as `check_claim` does.
-
-    Args:
-        config, tensors: from the drafter's `pack`. Tensors are `stored` as `dtype` (None: as they are).
-        training: a summary of how the drafter was made.
-        force: write whatever the directory holds; by default only a drafter is replaced.
-    """
+    """Write a drafter directory, atomically file by file, the weights first: configuration and tensors of the
+    drafter's `pack`, the latter `stored` as `dtype` (None: as they are), and a summary of its training. What
+    `tune` found for an earlier drafter there is deleted. Raises ValueError as `check_claim` does; `force`
+    writes whatever the directory holds."""
     check_claim(directory, ("train", "import"), force)
     made_for = {"name": target.name, "fingerprint": target.fingerprint}
-    heading = {"method": method, "version": VERSION, "target": made_for}
-    written = tensors if dtype is None else stored(tensors, dtype)
-    write_directory(directory, {**heading, **config, "training": training}, written)
+    config = {"method": method, "version": VERSION, "target": made_for, **config, "training": training}
+    write_directory(directory, config, tensors if dtype is None else stored(tensors, dtype))
     (Path(directory) / TUNED).unlink(missing_ok=True)
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Floating tensors as `dtype`. With int8, matrices are integer multiples of a step, a 127th of each row's
     largest entry, and other tensors are bfloat16."""
-    result = dict(tensors)
+    result, other = dict(tensors), torch.bfloat16 if dtype == torch.int8 else dtype
     for name, tensor in tensors.items():
         if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
             step = tensor.detach().float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
             result |= {name: (tensor.detach() / step).round().to(torch.int8), name + STEP: step[:, 0]}
         elif tensor.is_floating_point():
-            result[name] = tensor.to(torch.bfloat16 if dtype == torch.int8 else dtype)
+            result[name] = tensor.to(other)
     return result
 
 
@@ -87,15 +82,15 @@ def write_directory(
     name: str = "model.safetensors",
     by: str | None = None,
 ) -> None:
-    """Write config.json and a file of tensors, which names the command `by`, each atomically. Raises
+    """Write config.json and a file of tensors, which names the command `by`, each atomically, or raise
     ValueError."""
     home = Path(directory)
-    tensors = {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as temporary:
             weights, text = Path(temporary) / name, Path(temporary) / "config.json"
-            save_file(tensors, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
+            whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
+            save_file(whole, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
             text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8")
             for path in (weights, text):
                 os.chmod(path, 0o644)
@@ -128,26 +123,24 @@ def find_drafter(name: str, target: Target) -> Path:
 def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors of a drafter directory. Raises ValueError if it is none, cannot be
     read, or was made for another target."""
-    home = Path(directory).expanduser()
+    home, source = Path(directory).expanduser(), f"drafter directory {directory}"
     config = read_json(home / "config.json", "drafter's")
     try:
         made_for, version = config["target"]["fingerprint"], config["version"]
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"drafter directory {directory}: config.json is not Slipstream's: `{suggested('import')}` "
-            "reads public checkpoints"
-        ) from error
+        fix = f"`{suggested('import')}` reads public checkpoints"
+        raise ValueError(f"{source}: config.json is not Slipstream's: {fix}") from error
     if version != VERSION:
-        raise ValueError(f"drafter directory {directory} has version {version}; Slipstream reads {VERSION}")
+        raise ValueError(f"{source} has version {version}; Slipstream reads {VERSION}")
     if made_for != target.fingerprint:
         raise ValueError(
             f"drafter {directory} was made for target {made_for} "
             f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load the "
             f"target it was made for, or train one ({suggested('train')})"
         )
-    tensors = _read_tensors(home / "model.safetensors", f"drafter directory {directory}: model.safetensors")
+    tensors = _read_tensors(home / "model.safetensors", f"{source}: model.safetensors")
     largest = max(target.vocab, DEEPEST, *(size for tensor in tensors.values() for size in tensor.shape))
-    _check_config(config, largest, f"drafter directory {directory}: config.json")
+    _check_config(config, largest, f"{source}: config.json")
     return config, tensors
 
 
@@ -161,11 +154,9 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{source} cannot be read: {error}") from error
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise ValueError(
-            f"{source} does not fit: {bad[0]}{more} holds numbers that are not finite: it is damaged, or its "
-            "training failed: train the drafter again"
-        )
+        names = f"{bad[0]} and {len(bad) - 1} more" if len(bad) > 1 else bad[0]
+        why = "it is damaged, or its training failed: train the drafter again"
+        raise ValueError(f"{source} does not fit: {names} holds numbers that are not finite: {why}")
     if (vocab := tensors.get(VOCAB)) is not None and vocab.ndim != 1:
         raise ValueError(f"{source} does not fit: {VOCAB} has shape {list(vocab.shape)}; it must be a list")
     return tensors
@@ -205,11 +196,9 @@ def read_rungs(directory: str | Path, place: str, temperature: float, texts: int
     return tuple(sorted(map(TreeSpec.parse, trees), key=lambda spec: spec.nodes))
 
 
-def save_tuned(
-    directory: str | Path, place: str, chosen: dict[float, dict[str, Any]], texts: int = 1
-) -> Path:
-    """Store what `tune` chose for so many texts at once, by temperature. Raises ValueError if it cannot be
-    written."""
+def save_tuned(directory: str | Path, place: str, chosen: dict[float, Any], texts: int = 1) -> Path:
+    """Store the entries that `tune` chose for so many texts at once, by temperature. Raises ValueError if
+    they cannot be written."""
     path = tuned_file(directory)
     update_json(path, {place: {_setting(temperature, texts): entry for temperature, entry in chosen.items()}})
     return path
@@ -244,7 +233,6 @@ def tuned_file(directory: str | Path) -> Path:
 
 
 def _setting(temperature: float, texts: int) -> str:
-    """The name of an entry."""
     return f"T {'>' if temperature else '='} 0{f', {texts} texts' * (texts > 1)}"
 
 
@@ -254,11 +242,9 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     wanted = module.state_dict()
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]
-    wrong += [
-        f"{name} has shape {list(t.shape)} and should have {list(wanted[name].shape)}"
-        for name, t in tensors.items()
-        if name in wanted and t.shape != wanted[name].shape
-    ]
+    for name in (name for name in tensors if name in wanted):
+        if (given := list(tensors[name].shape)) != (own := list(wanted[name].shape)):
+            wrong.append(f"{name} has shape {given} and should have {own}")
     if wrong:
         raise ValueError(f"{source} does not fit: {'; '.join(wrong)}")
     module.load_state_dict(tensors, assign=True)  # they keep their own precision

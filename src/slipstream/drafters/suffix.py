@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import log
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
@@ -47,23 +47,20 @@ class TextState(State):
         return torch.cat([self.root[:, None], tokens], 1)
 
     def best_matches(self, longest: int, count: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
-        """The `count` best earlier matches of the text's end, of at most `longest` tokens: the last slot of
-        each, and its length. A length of 0 is no match."""
+        """`best_matches` of at most `longest` tokens, in the text before the root."""
         # Slots that no row has filled are left out where the host may look.
         text = self.text[:, : int(self.length.max())] if is_host(self.length) else self.text
-        slots, lengths = match_lengths(text, self.ends(longest))
-        return _best(slots, lengths.where(slots < self.length[:, None], 0), count)
+        filled = torch.arange(text.shape[1], device=text.device) < self.length[:, None]
+        return best_matches(text, self.ends(longest), count, filled)
 
     def matched(self, sizes: Sequence[int]) -> list[int]:
         """For each text, how many of these sizes, the smallest first, its end has a match of, the root
-        included. The host compares bytes: tensors take many times as long for so little."""
-        counts, width = [], self.text.element_size()
-        for root, text, length in zip(self.root, self.text.numpy(), self.length.tolist(), strict=True):
-            line = text[:length].tobytes()
-            whole, n = line + root.numpy().tobytes(), 0
-            while n < len(sizes) and length >= sizes[n] and _holds(line, whole[-width * sizes[n] :], width):
-                n += 1
-            counts.append(n)
+        included. In NumPy: tensors take many times as long for so little."""
+        texts, counts = zip(self.text.numpy(), self.root.tolist(), self.length.tolist(), strict=True), []
+        for text, root, length in texts:
+            slots, line = (text[:length] == root).nonzero()[0].tolist(), text[:length]
+            longest = max((_match_length(line, slot, sizes[-1]) for slot in slots), default=0)
+            counts.append(sum(size <= longest for size in sizes))
         return counts
 
     def following(self, slots: Int[Tensor, "B K"], depth: int) -> Int[Tensor, "B K D"]:
@@ -75,34 +72,29 @@ class TextState(State):
         return full.gather(1, at.flatten(1)).view(at.shape)
 
 
-def _holds(line: bytes, part: bytes, width: int) -> bool:
-    """Whether a line of numbers of `width` bytes holds these numbers."""
-    at = line.find(part)
-    while at > 0 and at % width:
-        at = line.find(part, at + 1)
-    return at >= 0
-
-
-def match_lengths(
-    table: Int[Tensor, "#B S"], ends: Int[Tensor, "B n"]
-) -> tuple[Int[Tensor, " P"], Int[Tensor, "B P"]]:
-    """Slots of a table, and at each of them how many tokens up to it equal the last of a text, newest first
-    in `ends`. Where the host may look, slots at which no text matches are left out."""
+def best_matches(
+    table: Int[Tensor, "#B S"], ends: Int[Tensor, "B n"], count: int, readable: Bool[Tensor, "B S"]
+) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
+    """The `count` best matches of the ends of texts, newest token first, in slots of a table that each may
+    read: the last slot of each, and its length, which is 0 for no match. Best are the longest, and of equally
+    long ones the latest."""
     slots = torch.arange(table.shape[1], device=table.device)
-    if is_host(table):
+    if is_host(table):  # where nothing matches
         slots = slots[(table == ends[:, :1]).any(0)]
     at = slots[:, None] - torch.arange(ends.shape[1], device=table.device)
     same = (table[:, at.clamp(min=0)] == ends[:, None]) & (at >= 0)
-    return slots, same.cumprod(2).sum(2)
-
-
-def _best(
-    slots: Int[Tensor, " P"], lengths: Int[Tensor, "B P"], count: int
-) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
-    """The longest matches, and of equally long ones the latest."""
+    lengths = same.cumprod(2).sum(2).where(readable[:, slots], 0)
     age = torch.arange(len(slots), device=slots.device)
     best = (lengths * len(slots) + age).topk(min(count, len(slots)), sorted=True).indices
     return slots[best], lengths.gather(1, best)
+
+
+def _match_length(text: Any, slot: int, longest: int) -> int:
+    """How many tokens up to a slot are those before the root, which stands there as well; the root counts."""
+    n = 1
+    while n < min(longest, slot + 1) and text[slot - n] == text[-n]:
+        n += 1
+    return n
 
 
 @final
@@ -145,7 +137,7 @@ class NGram(Drafter):
 
 
 class AnswerMemory:
-    """The last tokens of answers that have left, in a ring of fixed size, and the salt of each. `PAD` stands
+    """The last tokens of answers that have left, each with its salt, in a ring of fixed size. `PAD` stands
     behind each answer."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -154,8 +146,7 @@ class AnswerMemory:
         self.written = 0
 
     def put(self, text: Int[Tensor, " n"], salt: Int[Tensor, ""]) -> None:
-        """Remember an answer, in the place of the oldest tokens."""
-        size = self.ring.shape[1]
+        size = self.ring.shape[1]  # the oldest tokens make place
         text = F.pad(text, (0, 1), value=PAD)[-size:]
         at = (self.written + torch.arange(len(text), device=text.device)) % size
         self.ring[0, at], self.salts[0, at] = text, salt
@@ -175,7 +166,6 @@ class SuffixState(TextState):
     prompt: Int[Tensor, " B"]  # tokens of the prompt; PAD before the first guess
     salts: Int[Tensor, " B"]
     memory: AnswerMemory | None
-    matches: Matches | None = None  # at this root
 
     def set_salts(self, salts: Int[Tensor, " B"]) -> None:
         self.salts = salts
@@ -189,14 +179,29 @@ class SuffixState(TextState):
                 self.memory.put(text, self.salts[row])
         super().select(order)
 
+    def best_continuations(self, depth: int) -> Matches:
+        """Behind the best matches in the text, and in those that are remembered."""
+        slots, lengths = self.best_matches(LONGEST, MATCHES)
+        worth = torch.ones(slots.shape[1], device=slots.device)
+        own = Matches(self.following(slots, depth), lengths, worth)
+        if self.memory is None:
+            return own
+        ring, salts = self.memory.ring, self.memory.salts[0]
+        readable = salts == self.salts[:, None]
+        slots, lengths = best_matches(ring, self.ends(LONGEST), MATCHES, readable)
+        at = slots[..., None] + 1 + torch.arange(depth, device=slots.device)
+        tokens = torch.cat([own.tokens, ring[0, at % ring.shape[1]]], 1)
+        worth = torch.cat([own.worth, torch.full((slots.shape[1],), EARLIER, device=slots.device)])
+        return Matches(tokens, torch.cat([own.lengths, lengths], 1), worth)
+
 
 @final
 class Suffix(Drafter):
     """Proposes a tree of the most probable nodes among all that followed.
 
-    A match of n tokens weighs n^1.5. It is one token longer for each that its continuation shares with the
-    draft. The chance of a token is the weight of the matches that go on with it, over the weight of all that
-    came so far and 4 for none of them. A node's score is the logarithm of the chances on its path.
+    A match of n tokens weighs n^1.5, and is one token longer for each that its continuation shares with the
+    draft. The chance of a token is the weight of the matches that go on with it, over that of all that came
+    so far and 4 for none of them. A node's score is the logarithm of the chances on its path.
 
     Args:
         rows: of the target's pass, the root's included.
@@ -231,40 +236,18 @@ class Suffix(Drafter):
 
     def update(self, span: Span, state: SuffixState) -> None:
         state.read(span)
-        state.matches = None
 
     def propose(self, state: SuffixState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         nodes, depth = (self.rows, self.depth) if spec is None else (spec.nodes, spec.depth)
         state.prompt = state.length.where(state.prompt < 0, state.prompt)
         if len(state.root) == 1 and state.memory is None and is_host(state.root):
             return _grown_by_host(state, nodes - 1, depth)
-        if state.matches is None:
-            state.matches = self._matches(state)
-        matches = state.matches._replace(tokens=state.matches.tokens[..., :depth])
-        return grown(state.root, matches, nodes - 1)
-
-    def _matches(self, state: SuffixState) -> Matches:
-        """The best of the text's own, and of those that it remembers."""
-        slots, lengths = state.best_matches(LONGEST, MATCHES)
-        worth = torch.ones(slots.shape[1], device=slots.device)
-        own = Matches(state.following(slots, self.depth), lengths, worth)
-        if state.memory is None:
-            return own
-        ring = state.memory.ring
-        slots, lengths = match_lengths(ring, state.ends(LONGEST))
-        may_read = state.memory.salts[0, slots] == state.salts[:, None]
-        slots, lengths = _best(slots, lengths.where(may_read, 0), MATCHES)
-        at = slots[..., None] + 1 + torch.arange(self.depth, device=slots.device)
-        tokens = torch.cat([own.tokens, ring[0, at % ring.shape[1]]], 1)
-        worth = torch.cat([own.worth, torch.full((slots.shape[1],), EARLIER, device=slots.device)])
-        return Matches(tokens, torch.cat([own.lengths, lengths], 1), worth)
+        return grown(state.root, state.best_continuations(min(depth, self.depth)), nodes - 1)
 
 
 def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
-    """The tree of the `nodes` most probable continuations below the root, which are beginnings of matches.
-
-    Continuation k up to its token d is node d·K + k. Where an earlier one begins alike, it shares that node.
-    """
+    """The tree of the `nodes` most probable beginnings of matches below the root. Continuation k up to its
+    token d is node d·K + k. Where an earlier one begins alike, it shares that node."""
     tokens, (_, K, D) = matches.tokens.transpose(1, 2), matches.tokens.shape
     zero = torch.zeros(len(root), 1, device=root.device)
     bare = replace(chain(root[:, None]), scores=zero)
@@ -273,7 +256,11 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
     real = (tokens >= 0) & (matches.lengths > 0)[:, None]
     alike = ((tokens[..., None] == tokens[:, :, None]) & real[:, :, None]).cumprod(1)  # the last K: others
     shared, number = alike.argmax(3), torch.arange(D * K, device=root.device).view(D, K)
-    scores = _scores(matches, alike).masked_fill(shared != number[0], -torch.inf).flatten(1)
+    length = matches.lengths[:, None] + torch.arange(D, device=root.device)[:, None]
+    weights = (length.pow(POWER) * matches.worth)[:, :, None]
+    before = F.pad(alike, (0, 0, 0, 0, 1, -1), value=1)  # those alike before this token
+    chances = (alike * weights).sum(3) / ((before * weights).sum(3) + DOUBT)
+    scores = chances.log().cumsum(1).masked_fill(shared != number[0], -torch.inf).flatten(1)
     count = min(nodes, D * K)
     if is_host(scores):
         count = min(count, int((scores > -torch.inf).sum(1).max()))
@@ -288,37 +275,24 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
     return Tree(tokens, F.pad(parents, (1, 0)), D, scores=torch.cat([zero, scores], 1))
 
 
-def _scores(matches: Matches, alike: Int[Tensor, "B D K K"]) -> Float[Tensor, "B D K"]:
-    """Log probabilities of each continuation up to each of its tokens; `alike` says which others share it."""
-    length = matches.lengths[:, None] + torch.arange(alike.shape[1], device=alike.device)[:, None]
-    weights = (length.pow(POWER) * matches.worth)[:, :, None]
-    before = F.pad(alike, (0, 0, 0, 0, 1, -1), value=1)  # those alike before this token
-    return ((alike * weights).sum(3) / ((before * weights).sum(3) + DOUBT)).log().cumsum(1)
-
-
 def _grown_by_host(state: TextState, nodes: int, depth: int) -> Tree:
     """`grown` of what one text holds, in lists: so many small tensors take the host five times as long."""
     (root,), (length,) = state.root.tolist(), state.length.tolist()
     line = state.text[0, :length].numpy()
-    text = [*line.tolist(), root]
-    matches = []
-    for slot in (line == root).nonzero()[0].tolist():
-        n = 1
-        while n < min(LONGEST, slot + 1) and text[slot - n] == text[length - n]:
-            n += 1
-        matches.append((n, slot))
-    matches = sorted(matches, reverse=True)[:MATCHES]
+    known = line.tolist()
+    matches = [(_match_length(known, slot, LONGEST), slot) for slot in (line == root).nonzero()[0].tolist()]
+    matches, text = sorted(matches, reverse=True)[:MATCHES], [*known, root]
 
     def following(slot: int, d: int) -> int:
         return text[slot + 1 + d % (length - slot)]
 
     # Nodes to grow: score, number, the matches up to the node, its depth, its parent's number.
     frontier = [(0.0, -1, matches, 0, -1)] if matches and depth else []
-    nodes_by_number: dict[int, tuple[int, int, float]] = {}  # token, parent's number, score
-    while frontier and len(nodes_by_number) <= nodes:
+    drafted = {-1: (root, -1, 0.0)}  # by number: token, parent's number, score
+    while frontier and len(drafted) <= nodes + 1:
         score, number, members, d, above = heappop(frontier)
         if number >= 0:
-            nodes_by_number[number] = following(members[0][1], d - 1), above, -score
+            drafted[number] = following(members[0][1], d - 1), above, -score
         if d == depth:
             continue
         by_token: dict[int, list[tuple[int, int]]] = {}
@@ -329,11 +303,10 @@ def _grown_by_host(state: TextState, nodes: int, depth: int) -> Tree:
             chance = sum((n + d) ** POWER for n, _ in group) / total
             child = d * len(matches) + matches.index(group[0])
             heappush(frontier, (score - log(chance), child, group, d + 1, number))
-    best = sorted(sorted(nodes_by_number, key=lambda number: -nodes_by_number[number][2])[:nodes])
-    slots = {-1: 0, **{number: slot for slot, number in enumerate(best, 1)}}
-    chosen = [(root, -1, 0.0), *map(nodes_by_number.__getitem__, best)]
-    device = state.root.device
-    tokens = torch.tensor([[token for token, _, _ in chosen]], device=device)
-    parents = torch.tensor([[slots[number] for _, number, _ in chosen]], device=device)
-    scores = torch.tensor([[score for _, _, score in chosen]], device=device)
-    return Tree(tokens, parents, depth, scores=scores) if best else replace(chain(tokens), scores=scores)
+    best = sorted(sorted(drafted, key=lambda number: -drafted[number][2])[: nodes + 1])
+    places = {number: place for place, number in enumerate(best)}
+    lines = [(token, places[above], score) for token, above, score in (drafted[number] for number in best)]
+    tokens, parents, scores = (torch.tensor([line]) for line in zip(*lines, strict=True))
+    if len(best) == 1:
+        return replace(chain(tokens), scores=scores)
+    return Tree(tokens, parents, depth, scores=scores)

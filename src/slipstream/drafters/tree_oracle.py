@@ -49,35 +49,27 @@ class TreeOracle(Drafter):
         return OracleState(zeros, zeros, zeros, zeros)
 
     def update(self, span: Span, state: OracleState) -> None:
-        state.root = span.root
-        state.position = span.start + span.count
-        state.row = span.cache.texts
-        state.step = state.step + 1
+        state.root, state.position = span.root, span.start + span.count
+        state.row, state.step = span.cache.texts, state.step + 1
 
     def propose(self, state: OracleState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         columns = (state.root, state.row, state.position, state.step)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)
-        device = state.root.device
-        return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)
+        nodes = zip(*(self._row(*row) for row in rows), strict=True)
+        tokens, parents = (torch.tensor(lines, device=state.root.device) for lines in nodes)
+        return Tree(tokens, parents, self.depth)
 
     def _row(self, root: int, row: int, position: int, step: int) -> tuple[list[int], list[int]]:
-        tokens, parents = [root], [0]
-        parent, decoy = 0, None
+        tokens, parents, parent, decoys = [root], [0], 0, list[int]()
         hit = (step + row) % (self.depth + 1)
         for depth in range(1, self.depth + 1):
-            at = position + depth
+            at, first = position + depth, len(tokens)
             truth = self.texts[row][at] if at < len(self.texts[row]) else PAD
             siblings = [(truth + 1 + i) % self.vocab if truth >= 0 else PAD for i in range(self.width)]
             rank = (step // (self.depth + 1) + depth + row) % self.width
             if depth <= hit:
                 siblings[rank] = truth
-            first = len(tokens)
-            tokens += siblings
-            parents += [parent] * self.width
-            if decoy is not None:
-                tokens.append(truth)
-                parents.append(decoy)
-            parent = first + rank
-            decoy = first + (rank + 1) % self.width
+            tokens += siblings + [truth] * len(decoys)
+            parents += [parent] * self.width + decoys
+            parent, decoys = first + rank, [first + (rank + 1) % self.width]
         return tokens, parents

@@ -20,7 +20,7 @@ from transformers.generation import (
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import lock
-from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.draft_model.model import DraftModel
 from slipstream.engine.generate import Job
 from slipstream.engine.request import Request
 from slipstream.spec import Named

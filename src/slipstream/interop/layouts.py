@@ -17,12 +17,11 @@ from transformers import LlamaConfig
 
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
-from slipstream.drafters.eagle import EagleConfig
-from slipstream.drafters.eagle3 import Eagle3Config
-from slipstream.drafters.fasteagle import FastEagleConfig
+from slipstream.drafters.eagle.model import Eagle3Config, EagleConfig
+from slipstream.drafters.fasteagle.model import FastEagleConfig
 from slipstream.drafters.heads import HeadConfig, block_taps, rows_of
 from slipstream.drafters.layers import ACTIVATIONS, SCALED, LayerConfig
-from slipstream.drafters.medusa import MedusaConfig
+from slipstream.drafters.medusa.model import MedusaConfig
 from slipstream.drafters.store import VOCAB
 from slipstream.files import several
 from slipstream.interop.vllm_plugin import FASTEAGLE

@@ -27,7 +27,7 @@ from slipstream.core.tree_builders import Path
 from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import tuned_head
-from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.draft_model.model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla

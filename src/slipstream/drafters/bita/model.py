@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from slipstream.core.device import is_host
@@ -23,19 +23,14 @@ from slipstream.drafters.proposer import Vocab
 
 @dataclass(frozen=True)
 class BitaConfig:
-    """Sizes of a `BitaHead`; `layers`, `heads` and `head_dim` are those of the target's cache.
-
-    Attributes:
-        depth: M, the number of mask tokens and of tokens drafted.
-        prompts: P, the number of prompts of each layer; 0: there are only masks.
-    """
+    """Sizes of a `BitaHead`; `layers`, `heads` and `head_dim` are those of the target's cache."""
 
     hidden_size: int
     layers: int
     heads: int
     head_dim: int
-    depth: int = 3
-    prompts: int = 16
+    depth: int = 3  # M: mask tokens, and tokens that they draft
+    prompts: int = 16  # P, of each layer; 0: there are only masks
     taps: tuple[str, ...] = (FINAL,)
 
 
@@ -49,9 +44,8 @@ class BitaHead(Head):
         super().__init__()
         self.config = config
         self.masks = nn.Parameter(torch.zeros(config.depth, config.hidden_size))
-        self.memory = nn.Parameter(
-            torch.zeros(config.layers, 2, config.prompts, config.heads, config.head_dim)
-        )
+        shape = config.layers, 2, config.prompts, config.heads, config.head_dim
+        self.memory = nn.Parameter(torch.zeros(shape))
 
 
 @dataclass
@@ -72,7 +66,6 @@ class Bita(ParallelDrafter):
             are those of low ranks and depths; 0: all. A pass has nodes + hosts · M rows; where rows cost time
             four hosts pay more than all (docs/bita.md). For a path that ends elsewhere, the masks of its last
             host give the draft, without the tokens that have been chosen since.
-        head, target, vocab, tree, proposal: see `HeadDrafter`.
     """
 
     method, module = "bita", BitaHead
@@ -126,15 +119,9 @@ class Bita(ParallelDrafter):
         tree = super().propose(state, sampler, spec)
         known = tree.layout().depths <= state.known[:, None]
         tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
-        hosts = (
-            static_hosts(spec.paths, self.hosts, known.device)
-            if spec.paths
-            else likeliest_ends(tree, self.hosts or spec.nodes)
-        )
-        return replace(tree, probes=Probes(masks, hosts))
-
-    def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
-        return features
+        if spec.paths:
+            return replace(tree, probes=Probes(masks, static_hosts(spec.paths, self.hosts, known.device)))
+        return replace(tree, probes=Probes(masks, likeliest_ends(tree, self.hosts or spec.nodes)))
 
 
 @lru_cache

@@ -1,5 +1,5 @@
 """How BiTA is trained: its recipe and its objective (SAR training, §3.1). Masks behind points of the target's
-answers predict the tokens after the next."""
+answers predict the tokens after the next one."""
 
 from typing import Literal, final
 
@@ -13,15 +13,10 @@ from slipstream.core.drafter import FINAL
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
+from slipstream.drafters import recipe
 from slipstream.drafters.bita.model import Bita, BitaConfig, BitaHead
 from slipstream.drafters.objective import Batch, LossOfLaw, NewHead, Objective
-from slipstream.drafters.recipe import (
-    Depth,
-    HeadSettings,
-    Loss as LossSettings,
-    Optimizer as OptimizerSettings,
-    Recipe,
-)
+from slipstream.drafters.recipe import Depth, HeadSettings, Recipe
 from slipstream.drafters.store import stored
 
 DROPOUT = 0.1  # of the prompts, in training
@@ -32,26 +27,18 @@ class BitaRecipe(Recipe):
     """BiTA."""
 
     class Head(HeadSettings):
-        """What is trained.
+        """What is trained."""
 
-        Attributes:
-            depth: masks, and tokens that they draft.
-            prompts: keys and values of each layer that the masks read; 0: none.
-            deep: prompts are those; false: they are vectors that enter the target's first layer.
-        """
-
-        depth: Depth = 3
-        prompts: int = Field(default=16, ge=0, le=1024)
-        deep: bool = True
+        depth: Depth = 3  # masks, and tokens that they draft
+        prompts: int = Field(default=16, ge=0, le=1024)  # keys and values of each layer that the masks read
+        deep: bool = True  # prompts are those; false: vectors that enter the target's first layer (Table 3)
         tree: str = "backbone-3x5"
 
-    class Loss(LossSettings):
-        """`groups`: masks are put behind so many points of an answer, at most."""
-
+    class Loss(recipe.Loss):
         hard: bool = True
-        groups: int = Field(default=64, ge=1, le=4096)
+        groups: int = Field(default=64, ge=1, le=4096)  # points of an answer that masks stand behind, at most
 
-    class Optimizer(OptimizerSettings):
+    class Optimizer(recipe.Optimizer):
         lr: float = Field(default=3e-2, gt=0, le=1)
         clip: float = Field(default=1.0, gt=0)
 
@@ -62,13 +49,7 @@ class BitaRecipe(Recipe):
 
 
 class TrainedPrompts(nn.Module):
-    """What is trained.
-
-    Args:
-        config: of the head that it becomes.
-        deep: prompts are keys and values of every layer; otherwise vectors that enter the target's first
-            layer, from which it makes its own (the ablation of Table 3).
-    """
+    """What is trained to become a head of this config. `deep`: see `BitaRecipe.Head`."""
 
     def __init__(self, config: BitaConfig, deep: bool, generator: torch.Generator) -> None:
         super().__init__()

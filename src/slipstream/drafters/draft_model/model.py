@@ -51,33 +51,24 @@ class LayerSubset(nn.Module):
         for name, module in self.model.trunk().items():
             self.add_module(name, module)
 
-    def fill(self, tensors: dict[str, Tensor]) -> "LayerSubset":
-        """Load trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
+    def drafter(
+        self, tensors: dict[str, Tensor], target: Target, vocab: Vocab | None, **how: Any
+    ) -> "DraftModel":
+        """Drafts with trained weights, in the target's precision. Raises ValueError for tensors that do not
+        fit."""
         fitted = {name: t.to(self.model.device, self.model.dtype) for name, t in tensors.items()}
         load_weights(self, fitted, "this draft model")
-        return self
+        return DraftModel(self.model, target, vocab=vocab, part=self, **how)
 
 
 @final
 class DraftModel(Proposer):
-    """Drafts with any causal LM that has the target's tokenizer.
-
-    Args:
-        model: the smaller model, as a target of its own.
-        tree, proposal: see `Proposer`. "sampled" chains are speculative sampling as published.
-        vocab: the sorted tokens of the model's logits; all tokens by default.
-        part: the weights, if the model consists of the target's blocks.
-
-    Raises:
-        ValueError: the tokenizers differ; also see `Proposer`.
-    """
+    """Drafts with any causal LM that has the target's tokenizer: a `model`, as a target of its own, whose
+    logits are of the sorted tokens `vocab`, by default of all. It may be a `part` of the target. "sampled"
+    chains are speculative sampling as published. Raises ValueError if the tokenizers differ, and as
+    `Proposer` does."""
 
     method = "draft-model"
-
-    @property
-    def ladder(self) -> tuple[str, ...]:
-        """A whole model takes a long pass for each level, and a longer one where the level is wide."""
-        return super().ladder if self.part else ("chain-1", "chain-2", "chain-4", "chain-8")
 
     def __init__(
         self,
@@ -100,6 +91,11 @@ class DraftModel(Proposer):
         self.model, self.part = model, part
         super().__init__(ids.to(target.device), target.vocab, tree, proposal)
 
+    @property
+    def ladder(self) -> tuple[str, ...]:
+        """A whole model takes a long pass for each level, and a longer one where the level is wide."""
+        return super().ladder if self.part else ("chain-1", "chain-2", "chain-4", "chain-8")
+
     @classmethod
     def named(
         cls, model: str, target: Target, tree: str = "chain-5", proposal: str = "top-k", quantize: str = ""
@@ -115,8 +111,7 @@ class DraftModel(Proposer):
         cls, target: Target, skip: str = "", tree: str = "chain-5", proposal: str = "top-k"
     ) -> "DraftModel":
         """Draft with the target itself without some blocks: "10,11,12" or "10-12". Raises ValueError."""
-        L = target.sizes.blocks
-        skipped = set[int]()
+        L, skipped = target.sizes.blocks, set[int]()
         if not skip:
             raise ValueError(
                 f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as "
@@ -127,15 +122,13 @@ class DraftModel(Proposer):
             first, _, last = (word.strip() for word in part.partition("-"))
             last = last or first
             if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-                raise ValueError(
-                    f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20"
-                )
+                fix = "write numbers and rising ranges, such as 10-14,20"
+                raise ValueError(f"skip={skip!r} names no blocks: {fix}")
             # L + 1 of the blocks are enough to refuse a range.
             skipped.update(range(int(first), min(int(last), int(first) + L) + 1))
         if not skipped < set(range(L)):
-            raise ValueError(
-                f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one"
-            )
+            has = f"this target has blocks 0 to {L - 1}; keep one"
+            raise ValueError(f"blocks {sorted(skipped)} cannot be skipped: {has}")
         return cls(target.part([i for i in range(L) if i not in skipped]), target, tree, proposal)
 
     @classmethod
@@ -149,7 +142,7 @@ class DraftModel(Proposer):
             part, tree = LayerSubset(tuple(config["blocks"]), target, vocab), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this draft model is not complete: {error}") from error
-        return cls(part.fill(tensors).model, target, vocab=vocab, part=part, **{"tree": tree, **options})
+        return part.drafter(tensors, target, vocab, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory holds of a draft model that consists of the target's blocks."""
@@ -182,12 +175,12 @@ class DraftModel(Proposer):
     def propose(self, state: DraftModelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         depths = state.root.new_zeros(0)
 
-        def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+        def step(tokens: Tensor, origin: Tensor, visible: Tensor, level: int) -> Tensor:
             nonlocal depths
             n = tokens.shape[1]
             depths = torch.cat([depths, depths.new_full((n,), level - 1)])
-            layout = TreeLayout(depths[None], seen)
-            return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
+            layout, earlier = TreeLayout(depths[None], visible), visible.shape[2] - n
+            return self.model.extend(tokens, layout, state.cache, earlier)[..., : len(self.vocab)]
 
         draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, state.cache.lengths - 1, state.scores[:, None], step)

@@ -50,6 +50,5 @@ class DraftModelObjective(Objective):
         return stored(self.head.state_dict(), dtype)
 
     def drafter(self, tree: str, dtype: torch.dtype) -> DraftModel:
-        blocks, tensors = self.head.config.blocks, restored(self.weights(dtype))
-        subset = LayerSubset(blocks, self._target, self._vocab).fill(tensors)
-        return DraftModel(subset.model, self._target, tree, vocab=self._vocab, part=subset)
+        part = LayerSubset(self.head.config.blocks, self._target, self._vocab)
+        return part.drafter(restored(self.weights(dtype)), self._target, self._vocab, tree=tree)

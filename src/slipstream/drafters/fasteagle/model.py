@@ -1,9 +1,8 @@
 """FastEagle: N cascaded layers draft N tokens in one pass. There is no public code: choices that the paper
-leaves open are named here, and docs/fasteagle.md gives figures."""
+leaves open are named here. docs/fasteagle.md gives figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -17,26 +16,17 @@ from slipstream.drafters.eagle.model import EagleHead
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, Positions, Rows, attend_cache
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
-from slipstream.kernels.compiled import compiled, freed
 
 
 @dataclass(frozen=True)
 class FastEagleConfig(HeadConfig):
-    """The head's sizes.
+    """The head's sizes."""
 
-    Attributes:
-        depth: N, the number of layers, and of tokens drafted.
-        cascade: each layer reads the output of the one before; otherwise all read the same input (Table 2).
-        input_norm: a norm stands before attention. Layers that began as EAGLE's have none.
-        rank: of the term by which a law knows the token above it; 0: there is none, as in the paper.
-        draft_vocab_size: Vd, of that term.
-    """
-
-    depth: int = 7
-    cascade: bool = True
-    input_norm: bool = True
-    rank: int = 0
-    draft_vocab_size: int = 0
+    depth: int = 7  # N: layers, and tokens drafted
+    cascade: bool = True  # each layer reads the output of the one before; false: the first's input (Table 2)
+    input_norm: bool = True  # before attention. Layers that began as EAGLE's have none
+    rank: int = 0  # of the term by which a law knows the token above it; 0: there is none, as in the paper
+    draft_vocab_size: int = 0  # Vd, of that term
 
 
 class TokenTerm(nn.Module):
@@ -77,11 +67,7 @@ class FastEagleHead(Head):
         self.above = TokenTerm(config) if config.rank else None
 
     def forward(
-        self,
-        embedded: Rows,
-        features: Float[Tensor, "B T F"],
-        positions: Positions,
-        attends: Sequence[Attend],
+        self, embedded: Rows, features: Tensor, positions: Positions, attends: Sequence[Attend]
     ) -> Float[Tensor, "B T N H"]:
         """Row i reads (g_i, embedding of t_{i+1}) at position i and predicts f_{i+1} … f_{i+N}, which the
         target's LM head turns into t_{i+2} … t_{i+1+N}. Fewer `attends` run the first layers alone."""
@@ -112,10 +98,9 @@ class FastEagleHead(Head):
         if self.above is not None:
             self.above.start(generator)
         if isinstance(other, FastEagleHead):
-            if self.above is not None and other.above is not None:
-                self.above.load_state_dict(other.above.state_dict())
-            self.fuse.load_state_dict(other.fuse.state_dict())
-            self.fc.load_state_dict(other.fc.state_dict())
+            for own, its in (self.fuse, other.fuse), (self.fc, other.fc), (self.above, other.above):
+                if own is not None and its is not None:
+                    own.load_state_dict(its.state_dict())
         else:
             embedding, final = other.fc.weight.split(self.config.hidden_size, 1)
             taps = len(self.config.taps)
@@ -152,16 +137,13 @@ class FastEagle(ParallelDrafter):
         return FastEagleState(**vars(super().start(batch, device)), cache=cache)
 
     def update(self, span: Span, state: FastEagleState) -> None:
-        assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.compiles)
-        states = self.read(span.nexts, span.features, positions, attends=attends)
+        states = self.run(self._read, span.nexts, span.features, positions, attends)
         state.cache.follow(span.cache, span.count)
         state.hidden, state.root, state.length = span.last(states), span.root, span.start + span.count
 
-    def _read(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
-    ) -> Float[Tensor, "B T N H"]:
-        return self.head(self.target.embed(tokens), features, positions, attends)
+    def _read(self, tokens: Tensor, *others: Any) -> Float[Tensor, "B T N H"]:
+        return self.head(self.target.embed(tokens), *others)
 
     @property
     def one_law(self) -> bool:
@@ -172,14 +154,7 @@ class FastEagle(ParallelDrafter):
     ) -> Float[Tensor, "B F1 Vd"]:
         if self.one_law:
             return scores
-        hidden = hidden.repeat(1, tokens.shape[1], 1)
-        if self.compiles:
-            return scores + self._compiled_above(freed(tokens), freed(hidden))
-        return scores + self._above(tokens, hidden)
+        return scores + self.run(self._above, tokens, hidden.repeat(1, tokens.shape[1], 1))
 
     def _above(self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
         return self.head.above(hidden, self.target.embed(tokens))
-
-    @cached_property
-    def _compiled_above(self) -> Any:
-        return compiled(self._above, self.target.device)

@@ -13,25 +13,17 @@ from slipstream.drafters.eagle.model import EagleConfig, EagleHead
 from slipstream.drafters.fasteagle.model import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens, shifted_steps
 from slipstream.drafters.recipe import Depth, Recipe, StatesHead, StepsLoss, Weight
-from slipstream.drafters.warm_start import unscaled
 
 
 class FastEagleRecipe(Recipe):
     """FastEagle."""
 
     class Head(StatesHead):
-        """The cascade.
+        """The cascade. It may `start` as an eagle head, too, as which every layer begins."""
 
-        Attributes:
-            depth: N, layers, and tokens that they draft.
-            cascade: each layer reads the one before it; false: all read the same, as parallel heads do.
-            start: may be an eagle head, too, as which every layer begins.
-            rank: of a term by which a law knows the token above it; 0: none, as in the paper.
-        """
-
-        depth: Depth = 7
-        cascade: bool = True
-        rank: int = Field(default=0, ge=0, le=1024)
+        depth: Depth = 7  # N: layers, and tokens that they draft
+        cascade: bool = True  # each layer reads the one before it; false: all the same, as parallel heads do
+        rank: int = Field(default=0, ge=0, le=1024)  # of a term of the token above; 0: none, as in the paper
         tree: str = "backbone-7x10"
 
         def layers_built(self, width: int) -> tuple[int, int]:
@@ -51,8 +43,7 @@ class FastEagleRecipe(Recipe):
 
 @final
 class FastEagleObjective(Objective):
-    """FastEagle §2.3: every layer's state and law, end to end. The paper's w_i = 0.9^{N−i} is decay =
-    1/0.9."""
+    """FastEagle §2.3: every layer's state and law, end to end."""
 
     drafts = FastEagle
 
@@ -81,7 +72,7 @@ class FastEagleObjective(Objective):
                 "cascade, and of the same head.rank if it has one; their layers are as wide as its own "
                 "(head.intermediate_size)"
             )
-        head: Any = unscaled(FastEagleHead(config).start_as(other, plan.generator), plan.gains)
+        head: Any = plan.unscaled(FastEagleHead(config).start_as(other, plan.generator))
         return head
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:

@@ -1,6 +1,6 @@
 """GLIDE: a small decoder that also attends to the target's cached keys and values (GLIDE with a CAPE, §4.1).
-The public code does not run, and rotates queries with the base 10000 for every target. Choices that paper and
-code leave open are named here."""
+The public code does not run, and rotates queries with the base 10000 for every target. Choices that both
+leave open are named here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +23,11 @@ from slipstream.drafters.layers import (
     MLP,
     Attend,
     Attention,
-    OneCall,
     Positions,
+    Residuals,
     Rope,
     Rows,
+    Stored,
     Visible,
     attend_cache,
     attended,
@@ -37,41 +38,27 @@ from slipstream.drafters.proposer import Draft
 from slipstream.kernels.compiled import freed
 
 # The target's keys and values of one block, and which of them each row sees.
-Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Visible]
+Glimpse = tuple[Stored, Stored, Visible]
 Glimpses = Sequence[Glimpse | None]  # of each layer
 
 
 @dataclass(frozen=True)
 class GlideConfig(HeadConfig):
     """The head's sizes. Those of `LayerConfig` are the draft's own; `taps` name the target's caches that its
-    layers read. Without taps it is a decoder of the same size, the paper's vanilla draft.
+    layers read. Without taps it is a decoder of the same size, the paper's vanilla draft. Raises ValueError
+    if there are more taps than layers."""
 
-    Attributes:
-        depth: N_D, the number of its layers.
-        target_size: H, the width of the target's states.
-        target_heads, target_head_dim: of the target's queries and keys.
-        target_rope: for each cache that is read, the frequencies of the target's rotary positions and the
-            factor on their cos and sin; none if the target has no rotary positions.
-        target_pairs: these turn neighbouring numbers, as Cohere's do, and not halves, as Llama's.
-        vocab_size: V, if it has an embedding and an LM head of its own, as published; 0: the target's.
-        draft_vocab_size: rows of its own LM head.
-        cross_norm: a norm stands before cross-attention; the public code has none.
-        first_token: the draft also reads the text's first token, as the public code does.
-
-    Raises:
-        ValueError: there are more taps than layers.
-    """
-
-    depth: int = 1
-    target_size: int = 0
-    target_heads: int = 1
+    depth: int = 1  # N_D, its layers
+    target_size: int = 0  # H, of the target's states
+    target_heads: int = 1  # of the target's queries
     target_head_dim: int = 1
+    # Of each cache: frequencies of its rotary positions and a factor on their cos and sin; none without them.
     target_rope: Sequence[Sequence[Any]] = ()
-    target_pairs: bool = False
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
-    cross_norm: bool = True
-    first_token: bool = False
+    target_pairs: bool = False  # these turn neighbouring numbers, as Cohere's, and not halves, as Llama's
+    vocab_size: int = 0  # V, if embedding and LM head are its own, as published; 0: the target's
+    draft_vocab_size: int = 0  # rows of its own LM head
+    cross_norm: bool = True  # before cross-attention; the public code has none
+    first_token: bool = False  # it also reads the text's first token, as the public code does
 
     def __post_init__(self) -> None:
         if len(self.taps) > self.depth:
@@ -113,18 +100,14 @@ class GlideLayer(nn.Module):
         self.cross_layernorm: nn.Module = nn.RMSNorm(d, eps) if config.cross_norm else nn.Identity()
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.cross_attn: Any = CrossAttention(config, layer) if config.taps else None
-        self.attention_call = OneCall(config, self.self_attn, self.input_layernorm)
-        self.mlp_call = OneCall(config, mlp=self.mlp, second=self.post_attention_layernorm)
+        self.before_cross = Residuals(config, self.self_attn, self.input_layernorm)
+        self.behind_cross = Residuals(config, mlp=self.mlp, second=self.post_attention_layernorm)
 
     def forward(self, x: Rows, positions: Positions, attend: Attend, glimpse: Glimpse | None) -> Rows:
-        rotary = self.self_attn.rope(positions, x.dtype)
-        if (read := self.attention_call(x, rotary, attend)) is None:
-            read = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        x = self.before_cross(x, self.self_attn.rope(positions, x.dtype), attend)
         if glimpse is not None:
-            read = read + self.cross_attn(self.cross_layernorm(read), positions, glimpse)
-        if (out := self.mlp_call(read)) is None:
-            out = read + self.mlp(self.post_attention_layernorm(read))
-        return out
+            x = x + self.cross_attn(self.cross_layernorm(x), positions, glimpse)
+        return self.behind_cross(x)
 
 
 class GlideHead(Head):
@@ -212,7 +195,7 @@ class Glide(HeadDrafter):
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._read_first_token(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.compiles)
-        states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
+        states = self.run(self._read, span.nexts, positions + 1 - self.lead, own, glimpses)
         state.cache.follow(span.cache, span.count, self.lead)
         state.hidden, state.root = span.last(states), span.root
 
@@ -223,17 +206,17 @@ class Glide(HeadDrafter):
             return
         own, positions = attend_cache(state.cache, 1)
         glimpses = self._glimpses(state.seen, torch.ones_like(span.count))
-        self.read(span.tokens[:, :1], positions, attends=own, more=(glimpses,))
+        self.run(self._read, span.tokens[:, :1], positions, own, glimpses)
         state.cache.keep(None, new.long())
 
     def propose(self, state: GlideState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
 
-        def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+        def step(tokens: Tensor, origin: Tensor, visible: Tensor, level: int) -> Tensor:
             n = tokens.shape[1]
-            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.compiles)
+            own, _ = attend_cache(state.cache, n, visible.shape[2] - n, visible, self.compiles)
             positions = (at + level)[:, None].repeat(1, n)
-            return self.scores(self.read(tokens, positions, attends=own, more=(glimpses,)))
+            return self.scores(self.run(self._read, tokens, positions, own, glimpses))
 
         draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step)
@@ -246,9 +229,9 @@ class Glide(HeadDrafter):
         slots = first_slots(seen, count)
         return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
 
-    def _read(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Glimpses) -> Rows:
+    def _read(self, tokens: Tensor, *others: Any) -> Rows:
         own = self.head.embed_tokens
-        return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
+        return self.head((self.target.embed if own is None else own)(tokens), *others)
 
 
 def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
@@ -275,9 +258,7 @@ def rotates_pairs(target: Target) -> bool:
     return bool((by_pairs - key).norm() < (by_halves - key).norm())
 
 
-def split_kv(
-    cached: Float[Tensor, "B T W"], head_dim: int
-) -> tuple[Float[Tensor, "B heads T D"], Float[Tensor, "B heads T D"]]:
+def split_kv(cached: Float[Tensor, "B T W"], head_dim: int) -> tuple[Stored, Stored]:
     """Keys and values from a tap of a cache."""
     key, value = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in cached.chunk(2, -1))
     return key, value

@@ -17,23 +17,14 @@ class GlideRecipe(Recipe):
     """GLIDE."""
 
     class Head(LayerHead):
-        """The decoder.
+        """The decoder."""
 
-        Attributes:
-            taps: the target's caches, one for each layer; default: of its last blocks.
-            depth: layers.
-            hidden_size: their width; default: the target's.
-            glimpses: they read the target's cache; false: a decoder of the same size that does not.
-            own_ends: an embedding and an LM head of its own, in place of the target's.
-            published: as the public code, without a norm before cross-attention and with the first token.
-        """
-
-        taps: Taps = None
-        depth: Depth = 1
-        hidden_size: Annotated[int | None, Field(ge=1, le=2**15)] = None
-        glimpses: bool = True
-        own_ends: bool = False
-        published: bool = False
+        taps: Taps = None  # the target's caches, one for each layer; default: of its last blocks
+        depth: Depth = 1  # layers
+        hidden_size: Annotated[int | None, Field(ge=1, le=2**15)] = None  # default: the target's
+        glimpses: bool = True  # it reads the target's cache; false: a decoder of the same size that does not
+        own_ends: bool = False  # an embedding and an LM head of its own, in place of the target's
+        published: bool = False  # as the public code: no norm before cross-attention, and the first token
         tree: str = "cape-5x32"
 
         def reads(self, blocks: int) -> tuple[str, ...]:
@@ -49,15 +40,10 @@ class GlideRecipe(Recipe):
             return self.depth, self.hidden_size or width
 
     class Loss(NoisyLoss):
-        """The block-wise training of §4.1.
+        """The block-wise training of §4.1."""
 
-        Attributes:
-            block: tokens that are drafted ahead of what the target has read.
-            offset: blocks begin at a random place of each batch; false: at the text's first token.
-        """
-
-        block: int = Field(default=5, ge=1, le=64)
-        offset: bool = True
+        block: int = Field(default=5, ge=1, le=64)  # tokens drafted ahead of what the target has read
+        offset: bool = True  # blocks begin at a random place of each batch; false: at the first token
 
     @model_validator(mode="after")
     def _comparable(self) -> "GlideRecipe":

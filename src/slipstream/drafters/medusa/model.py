@@ -16,25 +16,14 @@ from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes.
-
-    Attributes:
-        draft_vocab_size: Vd, the tokens of each head's own LM head.
-        depth: the number of heads, and of tokens drafted.
-        layers: residual blocks per head.
-        bias: the blocks' linear layers have a bias.
-        shared: the target's LM head takes the place of the heads' own.
-
-    Raises:
-        ValueError: there are several taps.
-    """
+    """Sizes. Raises ValueError if there are several taps."""
 
     hidden_size: int
-    draft_vocab_size: int
-    depth: int = 3
-    layers: int = 1
-    bias: bool = True
-    shared: bool = False
+    draft_vocab_size: int  # Vd, of each head's own LM head
+    depth: int = 3  # heads, and tokens drafted
+    layers: int = 1  # residual blocks per head
+    bias: bool = True  # of the blocks' linear layers
+    shared: bool = False  # the target's LM head takes the place of the heads' own
     taps: tuple[str, ...] = (FINAL,)
 
     def __post_init__(self) -> None:
@@ -51,10 +40,8 @@ class MedusaHead(Head):
         self.config, self.own_lm_head, H = config, not config.shared, config.hidden_size
         blocks = [[nn.Linear(H, H, config.bias) for _ in range(config.layers)] for _ in range(config.depth)]
         self.blocks: Any = nn.ModuleList(map(nn.ModuleList, blocks))
-        lm_heads = config.depth if self.own_lm_head else 0
-        self.lm_heads: Any = nn.ModuleList(
-            [nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(lm_heads)]
-        )
+        lm_heads = range(config.depth if self.own_lm_head else 0)
+        self.lm_heads: Any = nn.ModuleList([nn.Linear(H, config.draft_vocab_size, False) for _ in lm_heads])
 
     def forward(self, features: Float[Tensor, "B T H"], depth: int | None = None) -> Float[Tensor, "B T N H"]:
         """The inputs of the first `depth` LM heads, by default of all. Head k of row i is to
@@ -68,9 +55,10 @@ class MedusaHead(Head):
         return torch.stack(states, 2)
 
     def logits(self, hidden: Float[Tensor, "... N H"]) -> Float[Tensor, "... N Vd"]:
-        """Logits of the first N depths, each by its own LM head."""
-        pairs = zip(self.lm_heads, hidden.unbind(-2), strict=False)
-        return torch.stack([lm_head(x) for lm_head, x in pairs], -2)
+        """Of the first N depths, each by its own LM head."""
+        return torch.stack(
+            [lm_head(x) for lm_head, x in zip(self.lm_heads, hidden.unbind(-2), strict=False)], -2
+        )
 
     @torch.no_grad()
     def start(self, lm_head: Float[Tensor, "Vd H"]) -> "MedusaHead":
@@ -91,8 +79,5 @@ class Medusa(ParallelDrafter):
     def update(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
-        hidden = self.read(last, more=(state.hidden.shape[1],))[:, 0]
+        hidden = self.run(self.head.forward, last, state.hidden.shape[1])[:, 0]
         state.hidden, state.root, state.length = hidden, span.root, span.start + span.count
-
-    def _read(self, features: Float[Tensor, "B 1 H"], depth: int) -> Float[Tensor, "B 1 N H"]:
-        return self.head(features, depth)
