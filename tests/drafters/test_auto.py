@@ -132,7 +132,7 @@ def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
         engine.admit(Request(prompt))
     for _ in range(40):
         engine.step(spec=PLAIN)
-        assert engine.state.columns * engine.state.width < behind
+        assert engine.state.columns * engine.state.column_bytes < behind
     engine.cancel(*engine.running[1:])
     engine.free()
     engine.cancel(*engine.running)

@@ -44,8 +44,7 @@ class AutoState(HybridState):
     reads: bool = False
 
     @property
-    def width(self) -> int:
-        """Bytes of a column's states."""
+    def column_bytes(self) -> int:
         features = self.missed[-1].features if self.missed else None
         return 0 if features is None else features[0, 0].nbytes
 
@@ -152,7 +151,7 @@ class Auto(Drafter):
             if state.columns > 2 * self._columns_to_read(state):
                 self._forget_out_of_reach(state)
             waits = is_host(span.root)  # what is captured cannot wait, nor can what masks have guessed
-            if not waits or self.probes is not None or state.columns * state.width >= BEHIND:
+            if not waits or self.probes is not None or state.columns * state.column_bytes >= BEHIND:
                 self.catch_up(state)
 
     def _columns_to_read(self, state: AutoState) -> float:
@@ -162,7 +161,7 @@ class Auto(Drafter):
         if reach is None:
             return torch.inf
         texts = max(1, len(state.root))
-        most = BEHIND // (2 * texts * max(1, state.width))
+        most = BEHIND // (2 * texts * max(1, state.column_bytes))
         return float(texts * max(1, min(most, max(reach // texts, min(reach, FEWEST)))))
 
     def _forget_out_of_reach(self, state: AutoState) -> None:

@@ -80,7 +80,6 @@ class HeadDrafter(Proposer):
         self._compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 
     def new_cache(self, layers: int, batch: int) -> KVCache:
-        """Keys and values of the head's own layers."""
         heads, D = self.head.config.num_key_value_heads, self.head.config.head_dim
         like = torch.empty(1, heads, 0, D, dtype=self.target.dtype, device=self.target.device)
         return KVCache(layers, batch, self.target.device, like=(like, like))

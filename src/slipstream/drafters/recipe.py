@@ -181,7 +181,6 @@ class Recipe(Section):
 
     @classmethod
     def section(cls, name: str) -> type[Section]:
-        """The class of a section."""
         kind: Any = cls.model_fields[name].annotation
         return kind
 

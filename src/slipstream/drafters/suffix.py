@@ -5,7 +5,7 @@ the text's end. `Suffix` counts, as SuffixDecoding (Oliaro et al. 2024) and SAM 
 a tree of what followed all earlier matches, in this text and, where asked, in earlier answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import log
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
@@ -50,8 +50,7 @@ class TextState(State):
         """`best_matches` of at most `longest` tokens, in the text before the root."""
         # Slots that no row has filled are left out where the host may look.
         text = self.text[:, : int(self.length.max())] if is_host(self.length) else self.text
-        filled = torch.arange(text.shape[1], device=text.device) < self.length[:, None]
-        return best_matches(text, self.ends(longest), count, filled)
+        return best_matches(text, self.ends(longest), count, lambda slots: slots < self.length[:, None])
 
     def matched(self, sizes: Sequence[int]) -> list[int]:
         """For each text, how many of these sizes, the smallest first, its end has a match of, the root
@@ -73,17 +72,17 @@ class TextState(State):
 
 
 def best_matches(
-    table: Int[Tensor, "#B S"], ends: Int[Tensor, "B n"], count: int, readable: Bool[Tensor, "B S"]
+    table: Int[Tensor, "#B S"], ends: Int[Tensor, "B n"], count: int, readable: Callable[[Tensor], Tensor]
 ) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:
-    """The `count` best matches of the ends of texts, newest token first, in slots of a table that each may
-    read: the last slot of each, and its length, which is 0 for no match. Best are the longest, and of equally
-    long ones the latest."""
+    """The `count` best matches of the ends of texts, newest token first, in a table: the last slot of each,
+    and its length, which is 0 for no match. Best are the longest, and of equally long ones the latest.
+    `readable` says which [B, P] of P slots each text may read."""
     slots = torch.arange(table.shape[1], device=table.device)
     if is_host(table):  # where nothing matches
         slots = slots[(table == ends[:, :1]).any(0)]
     at = slots[:, None] - torch.arange(ends.shape[1], device=table.device)
     same = (table[:, at.clamp(min=0)] == ends[:, None]) & (at >= 0)
-    lengths = same.cumprod(2).sum(2).where(readable[:, slots], 0)
+    lengths = same.cumprod(2).sum(2).where(readable(slots), 0)
     age = torch.arange(len(slots), device=slots.device)
     best = (lengths * len(slots) + age).topk(min(count, len(slots)), sorted=True).indices
     return slots[best], lengths.gather(1, best)
@@ -187,7 +186,10 @@ class SuffixState(TextState):
         if self.memory is None:
             return own
         ring, salts = self.memory.ring, self.memory.salts[0]
-        readable = salts == self.salts[:, None]
+
+        def readable(slots: Tensor) -> Tensor:
+            return salts[slots] == self.salts[:, None]
+
         slots, lengths = best_matches(ring, self.ends(LONGEST), MATCHES, readable)
         at = slots[..., None] + 1 + torch.arange(depth, device=slots.device)
         tokens = torch.cat([own.tokens, ring[0, at % ring.shape[1]]], 1)

@@ -24,11 +24,7 @@ SPREAD = 0.02  # of what is trained, to begin with
 
 
 class BitaRecipe(Recipe):
-    """BiTA."""
-
     class Head(HeadSettings):
-        """What is trained."""
-
         depth: Depth = 3  # masks, and tokens that they draft
         prompts: int = Field(default=16, ge=0, le=1024)  # keys and values of each layer that the masks read
         deep: bool = True  # prompts are those; false: vectors that enter the target's first layer (Table 3)

@@ -33,8 +33,6 @@ class DraftModelState(State):
 
 @dataclass(frozen=True)
 class LayerSubsetConfig:
-    """Which of the target's blocks."""
-
     blocks: tuple[int, ...]
     taps: tuple[str, ...] = ()
 
@@ -145,7 +143,6 @@ class DraftModel(Proposer):
         return part.drafter(tensors, target, vocab, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a drafter directory holds of a draft model that consists of the target's blocks."""
         assert self.part is not None
         return self.packed(self.part, {"blocks": list(self.part.config.blocks)})
 

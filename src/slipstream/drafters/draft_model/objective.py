@@ -13,8 +13,6 @@ from slipstream.drafters.store import restored, stored
 
 
 class DraftModelRecipe(Recipe):
-    """DistillSpec, of some of the target's blocks."""
-
     class Head(HeadSettings):
         """`blocks`: the target's, as copies of which it begins; default: the first two and the last."""
 

@@ -95,8 +95,6 @@ class EagleHead(Head):
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """The sizes of an `Eagle3Head`."""
-
     draft_vocab_size: int = 32000  # rows of its LM head
     norm_before_residual: bool = False  # the layer's residual is normed, as in some public checkpoints
     norm_output: bool = False  # of EAGLE 3.1: later steps read the normed state that the LM head reads
@@ -157,7 +155,6 @@ class Eagle3Head(Head):
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
-        """Logits over the draft vocabulary."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     @torch.no_grad()
@@ -241,6 +238,4 @@ class Eagle(RecursiveDrafter):
 
 @final
 class Eagle3(RecursiveDrafter):
-    """Drafts with an `Eagle3Head`."""
-
     method, module = "eagle3", Eagle3Head

@@ -16,19 +16,13 @@ from slipstream.drafters.recipe import Recipe, StartedHead, StatesHead, StepsLos
 
 
 class UnrolledLoss(StepsLoss):
-    """Of drafters that read their own predictions."""
-
     unroll: int = Field(
         default=1, ge=1, le=8
     )  # draft steps: 1 as EAGLE, more as EAGLE-3's training-time test
 
 
 class EagleRecipe(Recipe):
-    """EAGLE."""
-
     class Head(StartedHead):
-        """See `EagleConfig`."""
-
         input_norm: bool = False
         inputs: Literal["shifted", "unshifted", "features", "tokens"] = "shifted"
 
@@ -43,8 +37,6 @@ class EagleRecipe(Recipe):
 
 
 class Eagle3Recipe(Recipe):
-    """EAGLE-3."""
-
     class Head(StatesHead):
         tree: str = "dynamic-7x10x60"
 

@@ -20,8 +20,6 @@ from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 @dataclass(frozen=True)
 class FastEagleConfig(HeadConfig):
-    """The head's sizes."""
-
     depth: int = 7  # N: layers, and tokens drafted
     cascade: bool = True  # each layer reads the output of the one before; false: the first's input (Table 2)
     input_norm: bool = True  # before attention. Layers that began as EAGLE's have none

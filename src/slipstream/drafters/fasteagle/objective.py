@@ -16,8 +16,6 @@ from slipstream.drafters.recipe import Depth, Recipe, StatesHead, StepsLoss, Wei
 
 
 class FastEagleRecipe(Recipe):
-    """FastEagle."""
-
     class Head(StatesHead):
         """The cascade. It may `start` as an eagle head, too, as which every layer begins."""
 

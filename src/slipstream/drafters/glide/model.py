@@ -83,7 +83,6 @@ class CrossAttention(nn.Module):
         return self.o_proj(attended(self.rotated(q, positions), *glimpse).flatten(2))
 
     def rotated(self, q: Float[Tensor, "B A T D"], positions: Positions) -> Tensor:
-        """Queries at their positions."""
         if not (rotated := 2 * len(self.rope.frequencies)):
             return q
         turned = rotate(q[..., :rotated], *self.rope(positions, q.dtype))
@@ -136,7 +135,6 @@ class GlideHead(Head):
         return self.outward(self.norm(x))
 
     def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... Vd"]:
-        """Logits of its own LM head."""
         return self.lm_head(hidden)
 
     @torch.no_grad()
@@ -259,6 +257,5 @@ def rotates_pairs(target: Target) -> bool:
 
 
 def split_kv(cached: Float[Tensor, "B T W"], head_dim: int) -> tuple[Stored, Stored]:
-    """Keys and values from a tap of a cache."""
     key, value = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in cached.chunk(2, -1))
     return key, value

@@ -14,11 +14,7 @@ from slipstream.drafters.recipe import Depth, LayerHead, NoisyLoss, Recipe, Taps
 
 
 class GlideRecipe(Recipe):
-    """GLIDE."""
-
     class Head(LayerHead):
-        """The decoder."""
-
         taps: Taps = None  # the target's caches, one for each layer; default: of its last blocks
         depth: Depth = 1  # layers
         hidden_size: Annotated[int | None, Field(ge=1, le=2**15)] = None  # default: the target's

@@ -72,8 +72,6 @@ class MedusaHead(Head):
 
 @final
 class Medusa(ParallelDrafter):
-    """Drafts with a `MedusaHead`."""
-
     method, module, reach = "medusa", MedusaHead, 1
 
     def update(self, span: Span, state: ParallelState) -> None:

@@ -13,8 +13,6 @@ from slipstream.drafters.recipe import Depth, HeadSettings, Recipe, StepsLoss
 
 
 class MedusaRecipe(Recipe):
-    """Medusa-1."""
-
     class Head(HeadSettings):
         """`depth`: heads, each of `layers` residual blocks."""
 
