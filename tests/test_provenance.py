@@ -4,7 +4,7 @@ import typer
 from typer.main import get_command
 
 from slipstream.cli.common import app
-from slipstream.provenance import KEPT, TAKEN, commanded, suggested
+from slipstream.provenance import KEPT, TAKES, commanded, suggested
 
 
 def test_a_hint_repeats_the_model_and_how_it_is_loaded():
@@ -36,7 +36,7 @@ def test_hints_know_which_options_each_command_takes():
     assert isinstance(group, typer.core.TyperGroup)
     for verb, command in group.commands.items():
         options = {name for parameter in command.params for name in parameter.opts}
-        assert [name for name in KEPT if name in options] == [*KEPT[: TAKEN.get(verb, len(KEPT))]], verb
+        assert {*KEPT} & options == {*KEPT} & TAKES[verb], verb
 
 
 def test_a_hint_names_a_program_that_is_not_on_the_path_by_its_own(monkeypatch):

@@ -20,17 +20,16 @@ R = TypeVar("R")
 MOST = 64  # items of an argument that are shown: data are larger
 PLUGIN, FLAG = "--plugin", "--compile"  # an option before a command, and one without a value
 KEPT = ("--target", "--dtype", "--device", FLAG, "--quantize")  # the model, and how it is loaded
-TAKEN = {"import": 2, "export": 2, "parity": 2, "train": 3, "synthesize": 3, "regenerate": 3}
-TAKEN |= {"data": 1, "fetch": 0, "report": 0, "cache": 0}
+TAKES = dict[str, set[str]]()  # the options of each command, which says so itself
 _command: ContextVar[str] = ContextVar("command", default="")
 current = _command.get  # the command under way; empty where there is none
 
 
 def suggested(words: str) -> str:
     """A command as a hint shows it: `slipstream WORDS`, for the model of the command under way. It repeats
-    `PLUGIN`, and the options of `KEPT` that WORDS do not name, of which a command takes the first `TAKEN`."""
+    `PLUGIN`, and the options of `KEPT` that the command takes and WORDS do not name."""
     verb, *own = words.split()
-    names = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in own]
+    names = [name for name in KEPT if name in TAKES.get(verb, ()) and name not in own]
     options = (option for name in names for option in _given(name))
     program = sys.argv[0]  # its path where a shell would not find it
     on_path = os.path.basename(program) != "slipstream" or shutil.which("slipstream")

@@ -20,6 +20,7 @@ from slipstream.files import STANDARD, check_file, several
 from slipstream.measure.datasets import is_set
 from slipstream.methods import TABLE, Method, load_plugin, named
 from slipstream.progress import bars
+from slipstream.provenance import TAKES
 from slipstream.spec import Spec
 
 if TYPE_CHECKING:
@@ -339,7 +340,9 @@ def command(
             for name in names
         ]
         call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where typer reads them
-        app.command(function.__name__.strip("_"), cls=Listing)(call)
+        verb = function.__name__.strip("_")
+        TAKES[verb] = {f"--{name.removesuffix('s')}" for name in names}  # --target may stand for `targets`
+        app.command(verb, cls=Listing)(call)
         return function
 
     return register
