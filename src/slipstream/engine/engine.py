@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial, wraps
 from itertools import islice
@@ -13,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, ScratchSlots, State
+from slipstream.core.drafter import Drafter, ScratchSlots
 from slipstream.core.grammar import check_onward, guided, must_follow
-from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
@@ -220,8 +218,10 @@ class Engine:
             self.seconds.prefill += lap()
             return []
         self.span, self.prefill = span, None
-        for row, request in enumerate(new.requests):
-            self._remember(row, request.salt, list(request.prompt), new.sampler, new.cache, new.state)
+        for row, finite in enumerate(new.sampler.finite.tolist() if self.keep else ()):
+            if finite:
+                request = new.requests[row]
+                self._prefixes.put(list(request.prompt), request.salt, new.cache, new.state, row)
         self.cache.join(new.cache)
         self.state.join(new.state)
         self.sampler = self.sampler.join(new.sampler)
@@ -367,11 +367,13 @@ class Engine:
         movers = iter([row for row in range(left, len(self.running)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.flush(self.lengths)
+        finite = self.sampler.finite.tolist()
         for row in gone:
             request = self.running[row]
             read, request.sequence = request.sequence[:-1], []
-            self._remember(row, request.salt, read, self.sampler, self.cache, self.state)
-        if non_finite := [row for row, finite in enumerate(self.sampler.finite.tolist()) if not finite]:
+            if finite[row]:
+                self._prefixes.put(read, request.salt, self.cache, self.state, row)
+        if non_finite := [row for row, is_finite in enumerate(finite) if not is_finite]:
             for cache in (self.cache, *self.state.caches):
                 cache.wipe(non_finite)
         self.cache.select(order)
@@ -379,14 +381,6 @@ class Engine:
         self.sampler = self.sampler.select(order)
         self._regroup([self.running[row] for row in order])
         self.seconds.host += lap()
-
-    def _remember(
-        self, row: int, salt: int, read: list[int], sampler: Sampler, cache: KVCache, state: State
-    ) -> None:
-        """Keep what was `read` in a row, where there is room and all numbers were finite."""
-        if self.keep and bool(sampler.finite[row]):
-            with suppress(MemoryError, torch.OutOfMemoryError):
-                self._prefixes.put(read, salt, cache, state, row)
 
     @property
     def suspects(self) -> list[Request]:

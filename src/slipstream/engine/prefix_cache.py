@@ -48,16 +48,19 @@ class PrefixCache:
         return sum(len(prefix.tokens) for prefix in self._prefixes)
 
     def put(self, tokens: list[int], salt: int, cache: KVCache, state: State, row: int) -> None:
-        """Keep what was read of the text in a row: its `tokens`."""
+        """Keep what was read of the text in a row, its `tokens`, if there is memory."""
         if not LEAST <= len(tokens) <= self.most:
             return
-        state.before_copies()
         parts = []
-        for _, _, value in _by_token(cache, state):
-            if isinstance(value, KVCache):
-                parts.append((int(value.lengths[row]) - len(tokens), value.row(row)))
-            else:
-                parts.append((0, [value[row].clone()]))
+        try:
+            state.before_copies()
+            for _, _, value in _by_token(cache, state):
+                if isinstance(value, KVCache):
+                    parts.append((int(value.lengths[row]) - len(tokens), value.row(row)))
+                else:
+                    parts.append((0, [value[row].clone()]))
+        except (MemoryError, torch.OutOfMemoryError):
+            return
         old = [x for x in self._prefixes if x.salt != salt or x.tokens != tokens[: len(x.tokens)]]
         self._prefixes = [*old, Prefix(tokens, salt, parts)]
         while self.tokens > self.most:
