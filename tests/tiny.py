@@ -44,7 +44,8 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita.model import Bita, BitaConfig, BitaHead
 from slipstream.drafters.draft_model.model import DraftModel, LayerSubset
-from slipstream.drafters.eagle.model import Eagle, Eagle3, Eagle3Config, Eagle3Head, EagleConfig, EagleHead
+from slipstream.drafters.eagle.model import Eagle, EagleConfig, EagleHead
+from slipstream.drafters.eagle3.model import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle.model import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide.model import Glide, GlideConfig, GlideHead
 from slipstream.drafters.heads import Head, block_taps, layer_sizes

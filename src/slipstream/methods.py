@@ -94,7 +94,7 @@ TABLE = (
     _method("lookahead", "n-grams that the target's own passes make", "lookahead:Lookahead"),
     _method("hybrid", "a head and matches in one tree: hybrid:head=fasteagle", "hybrid:Hybrid.named"),
     _trained("eagle", "guesses the target's next state", "eagle:Eagle", _EAGLE),
-    _trained("eagle3", "guesses from three target states", "eagle:Eagle3", _EAGLE3),
+    _trained("eagle3", "guesses from three target states", "eagle3:Eagle3", _EAGLE3),
     _trained("fasteagle", "guesses several states in one pass", "fasteagle:FastEagle", _FASTEAGLE),
     _trained("medusa", "a small head for each token ahead", "medusa:Medusa", _MEDUSA),
     _trained("bita", "mask tokens in the target's own passes", "bita:Bita"),

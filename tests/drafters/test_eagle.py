@@ -13,7 +13,8 @@ from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, chain
 from slipstream.drafters import load_drafter
-from slipstream.drafters.eagle.model import Eagle, Eagle3Head, RecursiveDrafter
+from slipstream.drafters.eagle.model import Eagle, RecursiveDrafter
+from slipstream.drafters.eagle3.model import Eagle3Head
 from slipstream.drafters.store import save_drafter
 from slipstream.engine.generate import generate
 

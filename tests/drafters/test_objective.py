@@ -11,13 +11,8 @@ from slipstream.core.span import Span
 from slipstream.core.tree import chain
 from slipstream.drafters.draft_model.objective import DraftModelObjective
 from slipstream.drafters.eagle.model import INPUTS, EagleConfig, EagleHead
-from slipstream.drafters.eagle.objective import (
-    Eagle3Objective,
-    Eagle3Recipe,
-    EagleObjective,
-    EagleRecipe,
-    Unrolled,
-)
+from slipstream.drafters.eagle.objective import EagleObjective, EagleRecipe, Unrolled
+from slipstream.drafters.eagle3.objective import Eagle3Objective, Eagle3Recipe
 from slipstream.drafters.fasteagle.objective import FastEagleObjective, FastEagleRecipe
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.layers import attend_cache

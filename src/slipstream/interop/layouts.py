@@ -17,7 +17,8 @@ from transformers import LlamaConfig
 
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
-from slipstream.drafters.eagle.model import Eagle3Config, EagleConfig
+from slipstream.drafters.eagle.model import EagleConfig
+from slipstream.drafters.eagle3.model import Eagle3Config
 from slipstream.drafters.fasteagle.model import FastEagleConfig
 from slipstream.drafters.heads import HeadConfig, block_taps, rows_of
 from slipstream.drafters.layers import ACTIVATIONS, SCALED, LayerConfig

@@ -1,18 +1,15 @@
-"""How EAGLE and EAGLE-3 are trained: their recipes and their objectives, which share the unrolled steps."""
+"""How EAGLE is trained: its recipe and its objective. EAGLE-3 shares the unrolled steps."""
 
 from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from slipstream.drafters.eagle.model import Eagle, Eagle3, Eagle3Config, Eagle3Head, EagleConfig, EagleHead
-from slipstream.drafters.heads import rows_of
-from slipstream.drafters.objective import Logits, NewHead, Objective, States, Steps, Tokens
-from slipstream.drafters.recipe import Recipe, StartedHead, StatesHead, StepsLoss, Weight
+from slipstream.drafters.eagle.model import Eagle, EagleConfig, EagleHead
+from slipstream.drafters.objective import NewHead, Objective, States, Steps, Tokens
+from slipstream.drafters.recipe import Recipe, StartedHead, StepsLoss, Weight
 
 
 class UnrolledLoss(StepsLoss):
@@ -32,18 +29,6 @@ class EagleRecipe(Recipe):
         noise: Weight = 0.1
 
     method: Literal["eagle"] = "eagle"
-    head: Head = Head()
-    loss: Loss = Loss()
-
-
-class Eagle3Recipe(Recipe):
-    class Head(StatesHead):
-        tree: str = "dynamic-7x10x60"
-
-    class Loss(UnrolledLoss):
-        unroll: int = Field(default=7, ge=1, le=8)
-
-    method: Literal["eagle3"] = "eagle3"
     head: Head = Head()
     loss: Loss = Loss()
 
@@ -78,31 +63,6 @@ class EagleObjective(UnrolledObjective):
         bias = getattr(plan.start.head.config, "bias", False)  # imported heads may have one
         head: Any = plan.unscaled(plan.start.as_is(replace(config, bias=bias)))
         return head
-
-
-@final
-class Eagle3Objective(UnrolledObjective):
-    """EAGLE-3's training-time test: soft cross-entropy over the draft vocabulary, over `unroll` steps."""
-
-    drafts = Eagle3
-
-    @classmethod
-    def new(cls, plan: NewHead) -> Eagle3Head:
-        config = Eagle3Config(**plan.sizes, draft_vocab_size=plan.vocab)
-        if plan.start is not None:
-            begun: Any = plan.unscaled(plan.start.as_is(config))
-            return begun
-        read, final = plan.states[len(plan.sizes["taps"]) - 1], plan.states[-1]
-        normed = F.rms_norm(read, read.shape[-1:])
-        scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
-        return Eagle3Head(config).start(plan.generator, rows_of(plan.lm_head, final), scale)
-
-    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
-        """As it is: the head norms it."""
-        return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype)
-
-    def student(self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]) -> Logits:
-        return self.head.logits(states)
 
 
 class Unrolled:
