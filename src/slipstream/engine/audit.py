@@ -1,6 +1,6 @@
 """The audit: is every token of an answer the one that plain decoding would have chosen?
 
-It says what differs and by how much; `measure.runner.Contest.audited` judges it. Where a target's `exactness`
+It says what differs and by how much; `measure.runner.Runner.audited` judges it. Where a target's `exactness`
 is "bits", every difference is an error. Elsewhere, and in Hugging Face's `generate`, passes over a tree and
 over one row round differently: a token whose score is within the target's margin of the best is a tie.
 """
