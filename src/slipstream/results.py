@@ -144,7 +144,7 @@ def flat(part: Part | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, value in (part.model_dump() if isinstance(part, Part) else part).items():
         within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if any(isinstance(each, dict) for each in within):
+        if any(isinstance(nested, dict) for nested in within):
             continue
         figures |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return figures
@@ -213,7 +213,8 @@ class Figures(Table):
         def row(tag: str, cells: Iterable[Any]) -> str:
             styled = zip(self.columns, cells, strict=True)
             cells = (
-                f'<{tag} style="text-align: {each.justify}">{_escaped(cell)}</{tag}>' for each, cell in styled
+                f'<{tag} style="text-align: {column.justify}">{_escaped(cell)}</{tag}>'
+                for column, cell in styled
             )
             return f"<tr>{''.join(cells)}</tr>"
 

@@ -98,7 +98,7 @@ def test_a_block_of_training_is_a_draft(published):
             torch.testing.assert_close(state.hidden[0], said[0, row])
             for j in range(1, block):  # along the text itself
                 own, positions = attend_cache(state.cache, 1, j - 1)
-                glimpses = drafter._glimpses(state.seen, state.seen.lengths)
+                glimpses = drafter._glimpses(state.target_cache, state.target_cache.lengths)
                 hidden = drafter._read(
                     text[:, row + 1 + j, None], positions + 1 - drafter.lead, own, glimpses
                 )

@@ -149,9 +149,9 @@ class Sampler:
     def observe(self, tokens: Int[Tensor, " B"], live: Bool[Tensor, " B"]) -> None:
         """Append one token to the history of each live row."""
         if self._seen is not None:
-            (seen, count), at = self._seen, tokens.clamp(min=0)[:, None]
+            (occurred, count), at = self._seen, tokens.clamp(min=0)[:, None]
             count.scatter_add_(1, at, live[:, None].int())
-            seen.scatter_(1, at, seen.gather(1, at) | live[:, None])
+            occurred.scatter_(1, at, occurred.gather(1, at) | live[:, None])
         if self._processed or self._guided:
             for row, (token, alive) in enumerate(zip(tokens.tolist(), live.tolist(), strict=True)):
                 if alive:
@@ -181,8 +181,8 @@ class Sampler:
         if self._guided:
             x = within(x, self.grammar_states if states is None else states)
         if self._seen is not None:
-            (seen, count), penalty = self._seen, self._columns["repetition_penalty"]
-            x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+            (occurred, count), penalty = self._seen, self._columns["repetition_penalty"]
+            x = torch.where(occurred, torch.where(x > 0, x / penalty, x * penalty), x)
             x = x - self._columns["frequency_penalty"] * count
             x = x - self._columns["presence_penalty"] * (count > 0)
         if self._processed:

@@ -302,16 +302,16 @@ class Target(ABC):
         self,
         embedded: Float[Tensor, "B R H"],
         positions: Int[Tensor, "#B R"],
-        seen: Bool[Tensor, "#B R S"],
+        visible: Bool[Tensor, "#B R S"],
         columns: Int[Tensor, "#B S"],
-        behind: Sequence[tuple[Tensor, Tensor]] = (),
+        earlier: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
         """The final states of rows given as vectors, and their keys and values in each block, with gradients.
 
         Args:
-            seen: which of S columns, `behind` and then the rows, each row may see. Sliding windows narrow it.
+            visible: which of S columns, `earlier` and then the rows, a row sees. Sliding windows narrow it.
             columns: positions of the columns; negative ones are in every window.
-            behind: earlier keys and values of each block [B, heads, S − R, D].
+            earlier: keys and values of each block [B, heads, S − R, D].
         """
 
     @abstractmethod

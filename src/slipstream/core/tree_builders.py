@@ -120,9 +120,9 @@ def dynamic(
         slots = offset + (best if budget else torch.arange(best.shape[1], device=best.device).expand_as(best))
     nodes, above, paths = (torch.cat(levels, 1) for levels in (tokens, parents, scores))
     if budget:
-        kept = _best(paths, budget).sort(1).values
-        nodes, above, paths = (x.gather(1, kept) for x in (nodes, above, paths))
-        above = torch.searchsorted(kept, above)
+        members = _best(paths, budget).sort(1).values
+        nodes, above, paths = (x.gather(1, members) for x in (nodes, above, paths))
+        above = torch.searchsorted(members, above)
     return Tree(nodes, above, depth, scores=paths)
 
 
@@ -191,12 +191,12 @@ def cape(
     want = torch.cat(wanted, 1)
     want = first | (want & ((want & ~first).cumsum(1) <= drafted - depth))
     nodes = int(want.sum(1).max()) if is_host(want) else min(drafted, want.shape[1])
-    kept = (~want).sort(dim=1, stable=True).indices[:, :nodes]
+    members = (~want).sort(dim=1, stable=True).indices[:, :nodes]
     chain = want.cumsum(1)[:, :: len(ranks)]  # slots of the proposals; the root is slot 0
     above = torch.cat([origin, chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
-    parents = above.gather(1, kept) * want.gather(1, kept)
-    tokens = torch.cat(levels, 1).masked_fill(~want, PAD).gather(1, kept)
-    paths = torch.cat(scores, 1).masked_fill(~want, -torch.inf).gather(1, kept)
+    parents = above.gather(1, members) * want.gather(1, members)
+    tokens = torch.cat(levels, 1).masked_fill(~want, PAD).gather(1, members)
+    paths = torch.cat(scores, 1).masked_fill(~want, -torch.inf).gather(1, members)
     paths = torch.cat([torch.zeros_like(paths[:, :1]), paths], 1)
     return Tree(torch.cat([root[:, None], tokens], 1), torch.cat([origin, parents], 1), depth, scores=paths)
 

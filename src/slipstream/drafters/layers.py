@@ -102,8 +102,8 @@ class Attention(nn.Module):
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        key, value, seen = attend(k, v)
-        return self.o_proj(attended(q, key, value, seen).flatten(2))
+        key, value, visible = attend(k, v)
+        return self.o_proj(attended(q, key, value, visible).flatten(2))
 
 
 class MLP(nn.Module):
@@ -155,12 +155,12 @@ class Residuals:
             return None
         of_cache: tuple[Any, ...] = None, [], [], [], [], _NOWHERE, [], 0
         if attend is not None:
-            if not isinstance(attend, CacheAttend) or attend.seen.dtype != torch.int32:
+            if not isinstance(attend, CacheAttend) or attend.visible.dtype != torch.int32:
                 return None
             cache: Any = attend.cache
             angles = ([part.float()] for part in rotary)
             stored = ([layers[attend.layer]] for layers in cache.stored)
-            of_cache = reads, *angles, *stored, cache.slots, [attend.seen], cache.view
+            of_cache = reads, *angles, *stored, cache.slots, [attend.visible], cache.view
         if self._weights is None or self._weights.changed:
             self._weights = Weights(module for part in self._parts if part for module in part.modules())
             self._run = None
@@ -207,19 +207,22 @@ class DecoderLayer(nn.Module):
 
 
 def attended(
-    q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Visible
+    q: Float[Tensor, "B A T D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    visible: Visible,
 ) -> Float[Tensor, "B T A D"]:
     """Attention where several heads may share keys. Branches, as Dynamo makes no bool of free sizes."""
     scale = q.shape[-1] ** -0.5
-    if seen.dtype == torch.int32:
-        return ops.attention(q, key, value, seen.expand(-1, -1, q.shape[2], -1), scale)
+    if visible.dtype == torch.int32:
+        return ops.attention(q, key, value, visible.expand(-1, -1, q.shape[2], -1), scale)
     if training_attention.learns(q):
-        return training_attention.attention(q, key, value, seen, scale).transpose(1, 2)
+        return training_attention.attention(q, key, value, visible, scale).transpose(1, 2)
     if q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
     if q.shape[1] == key.shape[1]:
-        return F.scaled_dot_product_attention(q, key, value, seen).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, key, value, visible).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, key, value, visible, enable_gqa=True).transpose(1, 2)
 
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
@@ -235,11 +238,11 @@ class CacheAttend:
 
     cache: KVCache | LayerView
     layer: int
-    seen: Visible
+    visible: Visible
 
     def __call__(self, key: Tensor, value: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         self.cache.write(self.layer, key, value)
-        return (*self.cache.read(self.layer), self.seen)
+        return (*self.cache.read(self.layer), self.visible)
 
 
 def attend_cache(
@@ -256,10 +259,10 @@ def attend_cache(
     at = cache.used.device
     depths = after + torch.arange(rows, device=at)
     views = compiles and bool(cache.stored)
-    seen = (_listed if _lists(cache) else _masked)(cache, depths, among)
-    seen = freed(seen, 0, 2, 3) if views else seen
+    visible = (_listed if _lists(cache) else _masked)(cache, depths, among)
+    visible = freed(visible, 0, 2, 3) if views else visible
     parts = (freed_view(cache.layer(i)) if views else cache for i in range(cache.layers))
-    attends = [CacheAttend(part, i, seen) for i, part in enumerate(parts)]
+    attends = [CacheAttend(part, i, visible) for i, part in enumerate(parts)]
     return attends, cache.lengths[:, None] + depths
 
 
@@ -283,8 +286,8 @@ def _masked(
     if among is None:
         return (new <= depths[:, None])[:, None]
     rows, A = among.shape[1:]
-    seen = among.gather(2, new.clamp(0, A - 1).expand(-1, rows, -1))
-    return ((new < 0) | ((new >= 0) & (new < A) & seen))[:, None]
+    allowed = among.gather(2, new.clamp(0, A - 1).expand(-1, rows, -1))
+    return ((new < 0) | ((new >= 0) & (new < A) & allowed))[:, None]
 
 
 def _listed(

@@ -243,8 +243,8 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]
     for name in (name for name in tensors if name in wanted):
-        if (given := list(tensors[name].shape)) != (own := list(wanted[name].shape)):
-            wrong.append(f"{name} has shape {given} and should have {own}")
+        if (stored := list(tensors[name].shape)) != (own := list(wanted[name].shape)):
+            wrong.append(f"{name} has shape {stored} and should have {own}")
     if wrong:
         raise ValueError(f"{source} does not fit: {'; '.join(wrong)}")
     module.load_state_dict(tensors, assign=True)  # they keep their own precision

@@ -55,6 +55,6 @@ def audit(
             noise, logits = sampler.noise(span.start + span.count), span.logits[:, -1]
             own = (sampler.scores(logits, slack) + noise)[0, token]
             best = (sampler.scores(logits, -slack) + noise).max()
-            behind = float(best - own) * unit if own > -torch.inf else math.inf
-            divergences.append(Divergence(i, token, request.committed[0], max(0.0, behind)))
+            gap = float(best - own) * unit if own > -torch.inf else math.inf
+            divergences.append(Divergence(i, token, request.committed[0], max(0.0, gap)))
     return divergences

@@ -262,7 +262,7 @@ def _products(
     kind = torch.int8 if scales else x.dtype
     fits = all(weight.shape[1] == K and weight.dtype == kind for weight in weights)
     torch._check(fits, lambda: "linear: x and weight do not fit")
-    scaled = not scales or [each.shape for each in scales] == [(N,) for N in sizes]
+    scaled = not scales or [scale.shape for scale in scales] == [(N,) for N in sizes]
     torch._check(scaled, lambda: "linear: scales and weight do not fit")
     x, weights = x.contiguous(), [w if w.stride(1) == 1 else w.contiguous() for w in weights]
     out, M = x.new_empty(*x.shape[:-1], sum(sizes)), x.numel() // max(K, 1)

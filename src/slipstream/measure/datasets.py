@@ -200,8 +200,8 @@ def _turns(column: str, row: Mapping[str, Any]) -> list[str]:
     value = row[column]
     turns = [*value] if column == "turns" or (column == "prompt" and not isinstance(value, str)) else [value]
     if column in CHATS or (column == "prompt" and not all(isinstance(turn, str) for turn in turns)):
-        users = [each for each in value if each.get("role", each.get("from")) in ("user", "human")]
-        turns = [each.get("content", each.get("value")) for each in users]
+        asked = [turn for turn in value if turn.get("role", turn.get("from")) in ("user", "human")]
+        turns = [turn.get("content", turn.get("value")) for turn in asked]
     elif column == "instruction" and row.get("input"):
         turns.append(row["input"])
     for turn in turns:

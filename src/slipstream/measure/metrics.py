@@ -48,7 +48,7 @@ class Tally:
         kinds = [kind for answer in self.answers for kind in answer.rounds]
         self.rounds = [Step(*kind) for *kind, times in kinds for _ in range(times)]
         self.seconds = sum((answer.seconds for answer in self.answers), Seconds())
-        self.differences = [each for answer in self.answers for each in answer.differences]
+        self.differences = [difference for answer in self.answers for difference in answer.differences]
         self.unexplained = sum(answer.unexplained for answer in self.answers)
         self.tokens_per_second = self.new_tokens / self.wall if self.wall else 0.0
         self.tau = mean_accepted_length(self.rounds)

@@ -186,10 +186,10 @@ def ranks(
         right = recorded.tokens[engine.cache.texts[:, None], at.clamp(max=last)]
         hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
         rank = torch.where(hits.any(2), hits.int().argmax(2), width)
-        behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
+        reached = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
         paths = span.tree.scores[:, 1::width]  # log probabilities of the first candidates' paths
         confidence = (paths - F.pad(paths, (1, -1))).exp()
-        rank = torch.where(behind & (right >= 0), rank, -1)
+        rank = torch.where(reached & (right >= 0), rank, -1)
         drafts.append((engine.cache.texts.clone(), rank, confidence))
     text, rank, confidence = (torch.cat(parts) for parts in zip(*drafts, strict=True))
     return text, rank, confidence

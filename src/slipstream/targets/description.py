@@ -80,7 +80,7 @@ class ModelDecoder(Decoder):
         super().__init__(*_described(model, blocks, windows, exact))
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         own = (blocks, *blocks.between(model).values())
-        self.weights = Weights(module for each in own for module in each.modules())
+        self.weights = Weights(module for part in own for module in part.modules())
 
     @property
     def is_watched(self) -> bool:

@@ -171,7 +171,7 @@ def _set_config(config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> N
     own = neutral | own
     D = own["attention.key_length"]
     for name, value in own.items():
-        attribute = next((each for each in ATTRIBUTES.get(name, ()) if hasattr(config, each)), None)
+        attribute = next((field for field in ATTRIBUTES.get(name, ()) if hasattr(config, field)), None)
         if attribute is not None:
             new = None if value == 0 and name.endswith(("softcapping", "window")) else value
             if getattr(config, attribute) != new:  # Falcon's head_dim cannot be set
@@ -308,7 +308,7 @@ def _tokenizer(theirs: Any, keys: dict[str, Any]) -> PreTrainedTokenizerFast:
     if model == "gpt2":
         if pre not in SPLITS:
             _refuse(f"its tokenizer splits text as {pre!r}, which is not known")
-        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[pre]]
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
         letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
         backend.model.ignore_merges = pre in WHOLE_WORDS

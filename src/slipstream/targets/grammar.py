@@ -250,7 +250,7 @@ def _written(kind: str, source: Any) -> str:
         return json.dumps(schema)
     if kind == "choice":
         listed = isinstance(source, Sequence) and not isinstance(source, str)
-        if not listed or not source or not all(isinstance(each, str) and each for each in source):
+        if not listed or not source or not all(isinstance(text, str) and text for text in source):
             raise ValueError(f"choice is {source!r:.60}: give a list of texts, none of them empty")
         return "start: " + " | ".join(map(json.dumps, source))
     if not isinstance(source, str) or not source.strip():

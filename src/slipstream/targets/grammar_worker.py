@@ -182,8 +182,8 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
     channel.send((None, None))
     for new in count(1):
         gone, number, token = channel.recv()
-        for each in gone:
-            del states[each]
+        for ended in gone:
+            del states[ended]
         began = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, left)
         fault: str | None = None
@@ -239,8 +239,8 @@ def run(channel: Connection, *with_what: Any) -> None:
 
 def main() -> None:
     """Fork for each connection that comes through the socket whose number is given."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # it ends when whoever started it does
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when whoever started it does
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -240,16 +240,16 @@ class HFTarget(DecoderTarget):
         self,
         embedded: Float[Tensor, "B R H"],
         positions: Int[Tensor, "#B R"],
-        seen: Bool[Tensor, "#B R S"],
+        visible: Bool[Tensor, "#B R S"],
         columns: Int[Tensor, "#B S"],
-        behind: Sequence[tuple[Tensor, Tensor]] = (),
+        earlier: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
         masks = {}
         for kind, window in self.windows.items():
             in_window = positions[:, :, None] - columns[:, None] < (window or self.window + 1)
-            masks[kind] = seen & (in_window | (columns < 0)[:, None])
+            masks[kind] = visible & (in_window | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
-        cache = Earlier(behind)
+        cache = Earlier(earlier)
         out = self.blocks.decoder_of(self.shadow_model)(
             inputs_embeds=embedded,
             attention_mask=additive(masks, embedded.dtype),

@@ -20,7 +20,7 @@ from slipstream.provenance import suggested
 ONCE = yaml.safe_load(Path(__file__).with_name("earlier_settings.yaml").read_text())
 
 
-def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -> Recipe:
+def load_recipe(path: str | None, overrides: Sequence[str] = (), **settings: Any) -> Recipe:
     """The recipe of a file (default: all defaults), `section.key=value` overrides, and what the caller gives.
     Raises ValueError: it cannot be read, a key is unknown (the nearest is offered), the method does not read
     it, or a value is out of range."""
@@ -30,7 +30,7 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         if not isinstance(values, dict):
             what = type(values).__name__
             raise ValueError(f"recipe {path} is a {what}: write sections such as data: and loss:")
-    in_file, asked = values.get("method"), given.get("method")
+    in_file, asked = values.get("method"), settings.get("method")
     if None not in (in_file, asked) and in_file != asked:
         fix = f"{suggested(f'train {in_file}')}, or a recipe for {asked!r}"
         raise ValueError(f"recipe {path} is for {in_file!r}: {fix}")
@@ -42,7 +42,7 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         if not equals or not dot or section == "method":
             raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
         _put(values, section, {name: _yaml(text, f"override {override!r}")})
-    for section, value in sorted(given.items(), key=lambda item: item[0] == "stages"):  # stages override
+    for section, value in sorted(settings.items(), key=lambda item: item[0] == "stages"):  # stages override
         if isinstance(value, dict):
             _put(values, section, value)
         else:

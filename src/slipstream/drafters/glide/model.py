@@ -158,7 +158,7 @@ class GlideHead(Head):
 class GlideState(State):
     hidden: Float[Tensor, "B H"]  # the head's output at the root
     cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}, or t_i if it reads the first token
-    seen: KVCache  # a copy of the target's keys and values, up to the token before the root
+    target_cache: KVCache  # a copy of the target's keys and values, up to the token before the root
 
 
 @final
@@ -184,12 +184,12 @@ class Glide(HeadDrafter):
         glimpses: list[Glimpse | None] = [None] * self.head.config.depth
         if self.taps:
             assert span.features is not None
-            attends, _ = attend_cache(state.seen, T)
+            attends, _ = attend_cache(state.target_cache, T)
             parts = span.features.chunk(len(self.taps), -1)
             D = self.head.config.target_head_dim
             for i, (part, attend) in enumerate(zip(parts, attends, strict=True)):
                 glimpses[i] = _freed(*attend(*split_kv(part, D)))
-            state.seen.follow(span.cache, span.count)
+            state.target_cache.follow(span.cache, span.count)
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._read_first_token(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.compiles)
@@ -203,12 +203,13 @@ class Glide(HeadDrafter):
         if is_host(new) and not new.any():
             return
         own, positions = attend_cache(state.cache, 1)
-        glimpses = self._glimpses(state.seen, torch.ones_like(span.count))
+        glimpses = self._glimpses(state.target_cache, torch.ones_like(span.count))
         self.run(self._read, span.tokens[:, :1], positions, own, glimpses)
         state.cache.keep(None, new.long())
 
     def propose(self, state: GlideState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
-        glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
+        glimpses = self._glimpses(state.target_cache, state.target_cache.lengths)
+        at = state.cache.lengths - self.lead
 
         def step(tokens: Tensor, origin: Tensor, visible: Tensor, level: int) -> Tensor:
             n = tokens.shape[1]
@@ -219,22 +220,22 @@ class Glide(HeadDrafter):
         draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step)
 
-    def _glimpses(self, seen: KVCache, count: Int[Tensor, " B"]) -> list[Glimpse | None]:
+    def _glimpses(self, cache: KVCache, count: Int[Tensor, " B"]) -> list[Glimpse | None]:
         """The target's keys and values of the first `count` tokens, for each layer."""
         if not self.taps:
             return [None] * self.head.config.depth
-        seen.reserve(0)
-        slots = first_slots(seen, count)
-        return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
+        cache.reserve(0)
+        slots = first_slots(cache, count)
+        return [_freed(*cache.read(i), slots) for i in range(len(self.taps))]
 
     def _read(self, tokens: Tensor, *others: Any) -> Rows:
         own = self.head.embed_tokens
         return self.head((self.target.embed if own is None else own)(tokens), *others)
 
 
-def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
+def _freed(keys: Tensor, values: Tensor, visible: Tensor) -> Any:
     """A glimpse of any number of texts, rows and slots, for compiled passes."""
-    return freed(keys, 0, 2), freed(values, 0, 2), freed(seen, 0, 2, 3)
+    return freed(keys, 0, 2), freed(values, 0, 2), freed(visible, 0, 2, 3)
 
 
 def interleaved(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:

@@ -53,15 +53,15 @@ def system(diagnosis: Diagnosis) -> Outcome:
     pairs = [pair for pair in surprises if pair is not None]
     if not pairs:
         raise Unmeasured("its template takes no system prompt")
-    alone, behind = (mean(side) for side in zip(*pairs, strict=True))
+    alone, prompted = (mean(side) for side in zip(*pairs, strict=True))
     return Outcome(
-        found=alone - behind > MISSED,
-        measured=f"{alone:.2f} nats a token; behind one {behind:.2f}",
+        found=alone - prompted > MISSED,
+        measured=f"{alone:.2f} nats a token; behind one {prompted:.2f}",
         normal=f"at most {MISSED:.1f} above",
         cause="the target expects a system prompt before the first question, and there is none",
         remedy='begin with one: messages=[{"role": "system", "content": "…"}, …], best the one that the '
         "drafter's training data had, or restore the template's own",
-        figures={"given": alone, "behind": behind},
+        figures={"given": alone, "behind": prompted},
     )
 
 

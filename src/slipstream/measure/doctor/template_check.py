@@ -61,15 +61,15 @@ def system_surprise(target: Target, question: str) -> tuple[float, float] | None
         marks = marks[1:]
     if not marks:
         return None
-    alone, behind = (_surprise(target, text[: -len(marks)], marks, 1) for text in (plain, longer))
-    return alone, behind
+    alone, prompted = (_surprise(target, text[: -len(marks)], marks, 1) for text in (plain, longer))
+    return alone, prompted
 
 
 def _around(target: Target, messages: Messages, question: str) -> tuple[str, str]:
     """What the template writes before and behind a question. Raises ValueError as the template does."""
     assert target.text is not None
-    before, found, after = target.text.render(messages, True).rpartition(question)
-    return (before, after) if found else ("", "")
+    before, separator, after = target.text.render(messages, True).rpartition(question)
+    return (before, after) if separator else ("", "")
 
 
 def _surprise(target: Target, before: str, marks: str, skip: int = 0) -> float:

@@ -118,7 +118,7 @@ def reproduce(
 
 
 def wanted(
-    names: Sequence[str], given: Mapping[str, Asking], heads: Mapping[str, str], limit: int | None
+    names: Sequence[str], files: Mapping[str, Asking], heads: Mapping[str, str], limit: int | None
 ) -> tuple[dict[str, Entry], dict[str, list[Question]]]:
     """The entries of these names, default all, and the questions that they ask, by set; the first turn of
     each. Raises ValueError as `reproduce` does."""
@@ -126,12 +126,12 @@ def wanted(
     known = {figure.head for entry in ENTRIES.values() for figure in entry.figures} - {*BASELINES}
     if unknown := [name for name in heads if name not in known]:
         raise ValueError(f"Unknown head: {unknown[0]!r}. Heads: {', '.join(sorted(known))}")
-    if unknown := [name for name in given if name not in OWN]:
+    if unknown := [name for name in files if name not in OWN]:
         raise ValueError(f"Unknown set: {unknown[0]!r}. Sets: {', '.join(OWN)}")
     questions: dict[str, list[Question]] = {}
     for name in dict.fromkeys(cell.asked for cell in _cells(entries.values())):
-        if name in given or name in SHIPPED:
-            chosen = load_questions([given.get(name, name)], limit)
+        if name in files or name in SHIPPED:
+            chosen = load_questions([files.get(name, name)], limit)
         else:
             chosen = evenly([q for q in load_questions() if q.category in OWN[name]], limit)
         questions[name] = [replace(question, turns=question.turns[:1]) for question in chosen]

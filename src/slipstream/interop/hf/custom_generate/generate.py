@@ -8,11 +8,11 @@ from transformers.generation import StopStringCriteria
 import slipstream
 
 
-def generate(model: Any, **given: Any) -> Any:
+def generate(model: Any, **options: Any) -> Any:
     """Hugging Face's `generate` with Slipstream inside. It gets all arguments, `tokenizer` among them."""
-    tokenizer, stops = given.pop("tokenizer", None), given.pop("stop_strings", None)
+    tokenizer, stops = options.pop("tokenizer", None), options.pop("stop_strings", None)
     if stops is not None:
-        criteria = given.pop("stopping_criteria", None) or []
-        given["stopping_criteria"] = [*criteria, StopStringCriteria(tokenizer, stops)]
+        criteria = options.pop("stopping_criteria", None) or []
+        options["stopping_criteria"] = [*criteria, StopStringCriteria(tokenizer, stops)]
     # Where a model's own directory holds this file, its `generate` is this function.
-    return GenerationMixin.generate(model, custom_generate=slipstream.custom_generate, **given)
+    return GenerationMixin.generate(model, custom_generate=slipstream.custom_generate, **options)
