@@ -32,8 +32,7 @@ def test_the_tour_runs(tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     words = [str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", "float64"]
     monkeypatch.setattr(sys, "argv", [str(TOUR), *words])
-    uncompiled = tuple(check for check in doctor.CHECKS if check.fault != "uncompiled")
-    monkeypatch.setattr(doctor, "CHECKS", uncompiled)  # types are checked here, which cannot be compiled
+    monkeypatch.delitem(doctor.CHECKS, "uncompiled")  # types are checked here, which cannot be compiled
     try:
         runpy.run_path(str(TOUR), run_name="__main__")
     finally:

@@ -147,7 +147,7 @@ def test_a_prompt_that_is_read_again_after_a_failure_counts_as_read(listen):
 def test_a_text_whose_tokens_cannot_be_read_takes_no_other_with_it(listen, chatting, monkeypatch):
     here = listen()
     bad, good = here.request([30, 31, 32]), here.request(PROMPTS[0])
-    monkeypatch.setattr(bad, "extend", lambda tokens: 1 / 0)
+    monkeypatch.setattr(bad, "take", lambda *result: 1 / 0)
     here.worker.submit([bad, good])
     here.wait(bad, good)
     assert here.heard[bad][-1].error == "ZeroDivisionError: division by zero"
@@ -220,8 +220,8 @@ def test_prompts_that_are_read_together_are_alike(chatting):
         here.worker.engine.add(here.request([1], new=1))
         here.worker.engine.waiting[-1].prompt *= length
     groups = []
-    while requests := here.worker.engine._next():
-        groups.append([len(request.prompt) for request in requests])
+    while count := here.worker.engine._fitting():
+        groups.append([len(here.worker.engine.waiting.popleft().prompt) for _ in range(count)])
     assert groups == [[100, 90], [2, 3, 4], [100], [TOGETHER - 1], [2]]
     here.worker.start()
 

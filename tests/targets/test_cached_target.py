@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 import tiny
 from slipstream import generate, load_drafter
 from slipstream.core.tree import chain
+from slipstream.files import cache_home
 from slipstream.kernels import ops
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.cached_target import TARGET, CachedTarget
@@ -193,10 +194,17 @@ def test_other_weights_are_another_target(tmp_path, home):
     assert torch.equal(says(load_target(name, "float32")), 2 * before)
 
 
-def test_a_second_start_imports_no_modelling_code(tmp_path):
+@pytest.fixture(scope="module")
+def kernels() -> Path:
+    """Those of the whole run, before a test has a cache of its own."""
+    return cache_home() / "kernels"
+
+
+def test_a_second_start_imports_no_modelling_code(tmp_path, home, kernels):
     """A second and a half of a start of three: Dynamo, Hugging Face's modelling code, GGUF's reader."""
     name = saved(tmp_path / "model")
     load_target(name, "float32")
+    (home / "kernels").symlink_to(kernels)  # the other process compiles none
     script = (
         "import sys, slipstream\n"
         f"target = slipstream.load_target({name!r}, 'float32')\n"
