@@ -13,9 +13,8 @@ from slipstream.drafters.recipe import Recipe, StartedHead, StepsLoss, Weight
 
 
 class UnrolledLoss(StepsLoss):
-    unroll: int = Field(
-        default=1, ge=1, le=8
-    )  # draft steps: 1 as EAGLE, more as EAGLE-3's training-time test
+    # Draft steps: 1 as EAGLE, more as EAGLE-3's training-time test.
+    unroll: int = Field(default=1, ge=1, le=8)
 
 
 class EagleRecipe(Recipe):
