@@ -44,6 +44,26 @@ def test_a_text_that_is_drafted_badly_is_decoded_plainly_within_16_tokens(policy
     assert chosen[100:].count(PLAIN) < 300, "it is never tried again"
 
 
+@pytest.mark.parametrize("likely", [0.0, 0.05, 0.2])
+def test_tries_cost_next_to_nothing_where_rows_are_dear(likely):
+    """With AVX2 eight rows take nearly twice as long as one, so that little is left to gain. Texts of 96
+    tokens, one after the other."""
+    trees = (PLAIN, MATCH, TreeSpec.parse("best-first-1x2"), TreeSpec.parse("best-first-3x8"))
+    costs, seconds, tokens, draws = [10.0, 13.5, 12.0, 19.0], 0.0, 0, random.Random(0)
+    statistics = TreeStatistics(trees, {1: list(costs)})
+    for text in range(40):
+        policy, left = Policy(statistics), 96
+        while left > 0:
+            rests = policy.rests([text])
+            spec = PLAIN if rests else policy.choose([text], [0])
+            accepted = next(n for n in range(9) if n == spec.depth or draws.random() >= likely)
+            took = costs[trees.index(spec)] * draws.gauss(1, 0.03)
+            if not rests:
+                policy.learn([1 + accepted], took, [spec.depth > 0])
+            seconds, tokens, left = seconds + took, tokens + 1 + accepted, left - 1 - accepted
+    assert tokens * costs[0] > 0.985 * seconds
+
+
 def test_it_comes_back_where_drafts_are_accepted_again(policy):
     """Evidence that never fades would keep a text plain after one bad paragraph."""
     decode(policy, lambda spec: 0, 60)
