@@ -71,7 +71,7 @@ class TreeStatistics:
     chosen: Counter[int] = field(default_factory=Counter)  # rounds of each tree
     begun: set[int] = field(default_factory=set)  # numbers of texts of engines, which were measured before
     stored: int = 0  # rounds whose acceptance is stored
-    timed: dict[int, list[float]] = field(default_factory=dict)  # rounds that lately timed a tree, as seconds
+    timed: dict[int, list[float]] = field(default_factory=dict)  # how often lately, by texts, then by tree
     plain_seconds: dict[int, float] = field(default_factory=dict)  # of the last timed plain round, by texts
 
     def average(self, tree: int, bucket: int) -> Accepted:
